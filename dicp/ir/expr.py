@@ -1,0 +1,373 @@
+"""Scalar expressions: what one element of a tensor is computed by.
+
+An `Expr` is a frozen node `(op, args, dtype)`; shared subexpressions are shared objects. Low-precision floats are
+computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES; loads widen and stores round.
+
+Leaves:    const(value)   index(Index)   load(buffer, flat Index)   at(value name, logical index tuple)   ref(name)
+Wrappers:  cast(x)   round(x, storage dtype)   masked(condition, x, other): x, whose loads happen only where condition
+Others:    the primitives of UNARY, BINARY and TERNARY
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Union
+
+import torch
+
+from dicp.ir import index as ix
+from dicp.ir.index import Index
+
+COMPUTE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+                  torch.float32, torch.float64)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+NAMES = {torch.bool: "b8", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
+         torch.int64: "i64", torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16",
+         torch.float16: "f16"}
+
+UNARY = frozenset("""neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos
+    atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc round_even isnan isinf
+    signbit lnot bnot""".split())
+BINARY = frozenset("""add sub mul div div_trunc div_floor remainder fmod pow atan2 hypot copysign nextafter
+    minimum maximum fmin fmax lt le gt ge eq ne land lor lxor band bor bxor shl shr gcd lcm""".split())
+TERNARY = frozenset(["where", "fma"])
+TO_BOOL = frozenset("lt le gt ge eq ne land lor lxor lnot isnan isinf signbit".split())
+# Costs in units of one add, for the choice between recomputing a value and keeping it.
+EXPENSIVE = frozenset("""exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    erf erfc erfinv lgamma digamma sigmoid pow atan2 hypot fmod remainder""".split())
+
+Number = Union[bool, int, float]
+Operand = Union["Expr", bool, int, float]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which elements stored as `dtype` are computed."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
+
+
+class Expr:
+    """One scalar operation. `note` (op and user line, for comments in generated code) takes no part in equality."""
+
+    __slots__ = ("_hash", "args", "dtype", "note", "op")
+
+    def __init__(self, op: str, args: tuple[Any, ...], dtype: torch.dtype, note: str | None = None) -> None:
+        self.op, self.args, self.dtype, self.note = op, args, dtype, note
+        self._hash = hash((op, args, dtype, type(args[0]) if op == "const" else None))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        if self is other:
+            return True
+        return (isinstance(other, Expr) and self._hash == other._hash and self.op == other.op
+                and self.dtype == other.dtype and self.args == other.args
+                and (self.op != "const" or repr(self.args) == repr(other.args)))
+
+    def __repr__(self) -> str:
+        if self.op == "const":
+            return f"{self.args[0]}"
+        if self.op == "index":
+            return f"[{self.args[0]}]"
+        if self.op == "ref":
+            return str(self.args[0])
+        if self.op == "load":
+            return f"{self.args[0]}[{self.args[1]}]"
+        if self.op == "cast":
+            return f"{NAMES[self.dtype]}({self.args[0]})"
+        return f"{self.op}({', '.join(map(repr, self.args))})"
+
+    def depends(self, var: ix.Var) -> bool:
+        """Whether the value changes with a loop variable (directly, or through a load's index)."""
+        return var in variables(self)
+
+    def __add__(self, o: Operand) -> Expr:
+        return binary("add", self, o)
+
+    def __radd__(self, o: Operand) -> Expr:
+        return binary("add", o, self)
+
+    def __sub__(self, o: Operand) -> Expr:
+        return binary("sub", self, o)
+
+    def __rsub__(self, o: Operand) -> Expr:
+        return binary("sub", o, self)
+
+    def __mul__(self, o: Operand) -> Expr:
+        return binary("mul", self, o)
+
+    def __rmul__(self, o: Operand) -> Expr:
+        return binary("mul", o, self)
+
+    def __truediv__(self, o: Operand) -> Expr:
+        return binary("div", self, o)
+
+    def __rtruediv__(self, o: Operand) -> Expr:
+        return binary("div", o, self)
+
+    def __neg__(self) -> Expr:
+        return unary("neg", self)
+
+    def __lt__(self, o: Operand) -> Expr:
+        return binary("lt", self, o)
+
+    def __le__(self, o: Operand) -> Expr:
+        return binary("le", self, o)
+
+    def __gt__(self, o: Operand) -> Expr:
+        return binary("gt", self, o)
+
+    def __ge__(self, o: Operand) -> Expr:
+        return binary("ge", self, o)
+
+    def __and__(self, o: Operand) -> Expr:
+        return binary("land" if self.dtype == torch.bool else "band", self, o)
+
+    def __or__(self, o: Operand) -> Expr:
+        return binary("lor" if self.dtype == torch.bool else "bor", self, o)
+
+    def __xor__(self, o: Operand) -> Expr:
+        return binary("lxor" if self.dtype == torch.bool else "bxor", self, o)
+
+    def __invert__(self) -> Expr:
+        return unary("lnot" if self.dtype == torch.bool else "bnot", self)
+
+
+def const(value: Number, dtype: torch.dtype) -> Expr:
+    """A constant of a compute dtype; the Python number is converted as torch converts it."""
+    dtype = compute_dtype(dtype)
+    if dtype == torch.bool:
+        value = bool(value)
+    elif dtype.is_floating_point:
+        value = float(value)
+    else:
+        value = int(value)
+    return Expr("const", (value,), dtype)
+
+
+def index_value(i: Index) -> Expr:
+    """The value of an index as an int64."""
+    return const(i, torch.int64) if isinstance(i, int) else Expr("index", (i,), torch.int64)
+
+
+def cast(x: Expr, dtype: torch.dtype) -> Expr:
+    """x converted to a compute dtype (no rounding to a low-precision storage dtype: see round_to)."""
+    dtype = compute_dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if x.op == "const" and not (isinstance(x.args[0], float) and not dtype.is_floating_point):
+        return const(x.args[0], dtype)
+    return Expr("cast", (x,), dtype)
+
+
+def round_to(x: Expr, dtype: torch.dtype) -> Expr:
+    """x (float32) rounded to the values of a low-precision storage dtype; others are returned unchanged."""
+    if dtype not in LOW_PRECISION or (x.op == "round" and x.args[1] == dtype):
+        return x
+    if x.op == "load" and len(x.args) > 2 and x.args[2] == dtype:
+        return x
+    return Expr("round", (cast(x, torch.float32), dtype), torch.float32)
+
+
+def _pair(a: Operand, b: Operand) -> tuple[Expr, Expr]:
+    if not isinstance(a, Expr):
+        assert isinstance(b, Expr)
+        return const(a, b.dtype if not isinstance(a, float) or b.dtype.is_floating_point else torch.float32), b
+    if not isinstance(b, Expr):
+        return a, const(b, a.dtype if not isinstance(b, float) or a.dtype.is_floating_point else torch.float32)
+    if a.dtype != b.dtype:
+        wide = torch.promote_types(a.dtype, b.dtype)
+        return cast(a, wide), cast(b, wide)
+    return a, b
+
+
+def unary(op: str, x: Expr) -> Expr:
+    assert op in UNARY, op
+    if op == "lnot" and x.dtype != torch.bool:
+        x = cast(x, torch.bool)
+    return Expr(op, (x,), torch.bool if op in TO_BOOL else x.dtype)
+
+
+def binary(op: str, a: Operand, b: Operand) -> Expr:
+    assert op in BINARY, op
+    x, y = _pair(a, b)
+    if op in ("land", "lor", "lxor"):
+        x, y = cast(x, torch.bool), cast(y, torch.bool)
+    folded = _fold(op, x, y)
+    return folded if folded is not None else Expr(op, (x, y), torch.bool if op in TO_BOOL else x.dtype)
+
+
+def _fold(op: str, x: Expr, y: Expr) -> Expr | None:
+    """Identities that hold for every value of the dtype, NaN and -0 included, and integer index arithmetic."""
+    if op == "mul" and y.op == "const" and y.args[0] == 1 and x.dtype != torch.bool:
+        return x                                                            # x * 1 -> x
+    if op == "mul" and x.op == "const" and x.args[0] == 1 and y.dtype != torch.bool:
+        return y                                                            # 1 * x -> x
+    if op == "div" and y.op == "const" and y.args[0] == 1 and x.dtype.is_floating_point:
+        return x                                                            # x / 1 -> x
+    if x.dtype == torch.int64 and op in ("add", "sub", "mul"):
+        a, b = _as_index(x), _as_index(y)
+        if a is not None and b is not None:
+            return index_value(a + b if op == "add" else a - b if op == "sub" else a * b)
+    if x.op == "const" and y.op == "const" and op in ("lt", "le", "gt", "ge", "eq", "ne"):
+        a, b = x.args[0], y.args[0]
+        return const({"lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b, "eq": a == b, "ne": a != b}[op], torch.bool)
+    if op in ("land", "lor"):
+        for u, v in ((x, y), (y, x)):
+            if u.op == "const":
+                return (v if u.args[0] else u) if op == "land" else (u if u.args[0] else v)
+    return None
+
+
+def _as_index(x: Expr) -> Index | None:
+    if x.op == "index":
+        return x.args[0]  # type: ignore[no-any-return]
+    return int(x.args[0]) if x.op == "const" and x.dtype == torch.int64 else None
+
+
+def where(cond: Expr, a: Operand, b: Operand) -> Expr:
+    """a where cond, else b."""
+    if not isinstance(a, Expr) and not isinstance(b, Expr):
+        kind = torch.float32 if isinstance(a, float) or isinstance(b, float) else torch.int64
+        a = const(a, kind)
+    x, y = _pair(a, b)
+    if cond.op == "const":
+        return x if cond.args[0] else y
+    return Expr("where", (cast(cond, torch.bool), x, y), x.dtype)
+
+
+def masked(cond: Expr, value: Callable[[], Expr], other: Operand) -> Expr:
+    """value() where cond, else other; the loads inside value are done only where cond holds."""
+    if cond.op == "const":
+        if cond.args[0]:
+            return value()
+        inner = value()
+        return other if isinstance(other, Expr) else const(other, inner.dtype)
+    x, y = _pair(value(), other)
+    return Expr("masked", (cond, x, y), x.dtype)
+
+
+def less(i: Index, n: Index) -> Expr:
+    """i < n, decided at compile time when it can be."""
+    if ix.in_range(i, n):
+        return const(True, torch.bool)
+    if isinstance(i, int) and isinstance(n, int):
+        return const(i < n, torch.bool)
+    if ix.nonnegative(i - n):
+        return const(False, torch.bool)
+    return Expr("lt", (index_value(i), index_value(n)), torch.bool)
+
+
+def at_least(i: Index, n: Index) -> Expr:
+    """i >= n, decided at compile time when it can be."""
+    if isinstance(i, int) and isinstance(n, int):
+        return const(i >= n, torch.bool)
+    low = ix._limit(i - n, upper=False)
+    if low is not None and ix.nonnegative(low):
+        return const(True, torch.bool)
+    return Expr("ge", (index_value(i), index_value(n)), torch.bool)
+
+
+def children(x: Expr) -> Iterator[Expr]:
+    """The expressions x reads, those inside its index atoms too."""
+    for a in x.args:
+        if isinstance(a, Expr):
+            yield a
+        elif isinstance(a, ix.Poly):
+            yield from _in_index(a)
+        elif isinstance(a, tuple):
+            for i in a:
+                if isinstance(i, ix.Poly):
+                    yield from _in_index(i)
+
+
+def _in_index(i: Index) -> Iterator[Expr]:
+    for a in ix.atoms(i):
+        if isinstance(a, ix.Opaque):
+            yield a.payload
+
+
+def walk(*roots: Expr) -> list[Expr]:
+    """Every distinct expression reachable from the roots, operands before users."""
+    seen: set[Expr] = set()
+    out: list[Expr] = []
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        x, done = stack.pop()
+        if done:
+            out.append(x)
+            continue
+        if x in seen:
+            continue
+        seen.add(x)
+        stack.append((x, True))
+        stack.extend((c, False) for c in reversed(list(children(x))) if c not in seen)
+    return out
+
+
+def own_variables(x: Expr) -> set[ix.Var]:
+    """Loop variables and size symbols in x's own indices."""
+    out: set[ix.Var] = set()
+    for a in x.args:
+        for i in a if isinstance(a, tuple) else (a,):
+            if isinstance(i, ix.Poly):
+                out |= {v for v in ix.atoms(i) if isinstance(v, ix.Var)}
+    return out
+
+
+def variables(*roots: Expr) -> set[ix.Var]:
+    out: set[ix.Var] = set()
+    for x in walk(*roots):
+        out |= own_variables(x)
+    return out
+
+
+def rewrite(roots: tuple[Expr, ...], leaf: Callable[[Expr], Expr | None],
+            on_index: Callable[[Index], Index] | None = None) -> tuple[Expr, ...]:
+    """Rebuild expressions bottom-up. `leaf` may replace a rebuilt node; `on_index` maps every index first."""
+    done: dict[Expr, Expr] = {}
+
+    def new_index(i: Any) -> Any:
+        if not isinstance(i, ix.Poly):
+            return i
+        def atom(a: ix.Atom) -> Index | None:
+            if isinstance(a, ix.Opaque) and a.payload in done:
+                return ix.of(ix.Opaque(done[a.payload], a.size))
+            return None
+        i = ix.map_atoms(i, atom)
+        return on_index(i) if on_index is not None else i
+
+    for x in walk(*roots):
+        args = tuple(done[a] if isinstance(a, Expr) else tuple(new_index(i) for i in a) if isinstance(a, tuple)
+                     else new_index(a) for a in x.args)
+        same = all(a is b for a, b in zip(args, x.args, strict=True))
+        y = x if same else _rebuild(x, args)
+        replaced = leaf(y)
+        if replaced is not None and replaced is not y:
+            if replaced.note is None and replaced.op not in ("const", "index"):
+                replaced.note = x.note
+            y = replaced
+        done[x] = y
+    return tuple(done[r] for r in roots)
+
+
+def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
+    if x.op == "index" and isinstance(args[0], int):
+        return const(args[0], torch.int64)
+    if x.op in ("lt", "ge") and all(a.op in ("index", "const") and a.dtype == torch.int64 for a in args):
+        a, b = _as_index(args[0]), _as_index(args[1])
+        if a is not None and b is not None:
+            return less(a, b) if x.op == "lt" else at_least(a, b)
+    if x.op == "masked" and args[0].op == "const":
+        return args[1] if args[0].args[0] else args[2]  # type: ignore[no-any-return]
+    if x.op == "where" and args[0].op == "const":
+        return args[1] if args[0].args[0] else args[2]  # type: ignore[no-any-return]
+    if x.op in ("land", "lor"):
+        return binary(x.op, *args)
+    return Expr(x.op, args, x.dtype, x.note)
+
+
+def cost(x: Expr) -> int:
+    """Rough work per element, in adds."""
+    return sum(16 if e.op in EXPENSIVE else 4 if e.op in ("div", "sqrt", "rsqrt") else
+               0 if e.op in ("const", "index", "ref", "cast") else 1 for e in walk(x))
