@@ -1,0 +1,26 @@
+"""dicp: a torch.compile backend, and a kit for making one. Importing it loads nothing heavy, not even torch."""
+
+import importlib
+import sys
+import types
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "explain"]
+
+
+class _Package(types.ModuleType):
+    """This package. A class, since `dicp.explain` is both a function and the module that holds it: loading the
+    module binds the attribute, so only a property keeps `dicp.explain(model, x)` callable afterwards."""
+
+    @property
+    def explain(self) -> Any:
+        """`explain(model, *args, **kwargs)`: what a compile of `model` did, as a report that prints."""
+        return importlib.import_module("dicp.explain").explain
+
+    @explain.setter
+    def explain(self, module: types.ModuleType) -> None:
+        pass  # the import system binding the submodule
+
+
+sys.modules[__name__].__class__ = _Package

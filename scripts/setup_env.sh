@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Make the environment that the other scripts run in: a virtual environment with PyTorch, what the tests need, and dicp
+# itself (editable), plus a C++ compiler. Quick when nothing changed. To use what it made: . .venv/bin/activate
+#
+#   DICP_VENV        where the environment lives            (default: .venv in the project)
+#   DICP_PYTHON      the Python 3.11 or 3.12 to build it on (default: the first found)
+#   DICP_TORCH_SPEC  what pip installs as PyTorch           (default: torch==2.13.0). With PyTorch's CPU-only wheel index:
+#                    DICP_TORCH_SPEC="torch==2.13.0 --index-url <that index>" saves gigabytes of CUDA libraries.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="${DICP_VENV:-$PWD/.venv}"
+torch_spec="${DICP_TORCH_SPEC:-torch==2.13.0}"
+stamp="$venv/.dicp_setup"
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+usable_python() {  # usable_python <program>: a Python 3.11 or 3.12 that can make environments
+  command -v "$1" >/dev/null 2>&1 &&
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+  local p
+  for p in ${DICP_PYTHON:-} python3.12 python3.11 python3 python; do
+    if usable_python "$p"; then echo "$p"; return; fi
+  done
+  die "no Python 3.11 or 3.12 with the venv module found. Install one (Debian, Ubuntu: apt-get install python3 python3-venv;" \
+      "Fedora: dnf install python3.12) or name one: DICP_PYTHON=/path/to/python3.12"
+}
+
+apt_install() {  # apt_install <package>...: true when it could
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 || return 1
+  say "installing $*"
+  apt-get install -y -q "$@" >&2 || { apt-get update -q >&2 && apt-get install -y -q "$@" >&2; }
+}
+
+need_compiler() {
+  command -v "${CXX:-g++}" >/dev/null 2>&1 && return
+  command -v clang++ >/dev/null 2>&1 && return
+  apt_install g++ || die "no C++ compiler found. Install g++ (Debian, Ubuntu: apt-get install g++; Fedora: dnf install" \
+      "gcc-c++; macOS: xcode-select --install), or name one in CXX"
+}
+
+fingerprint() {  # of all that decides what gets installed
+  { cat setup.py pyproject.toml scripts/setup_env.sh; echo "$torch_spec" "$PWD"; } | cksum
+}
+
+need_compiler
+want="$(fingerprint)"
+if [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+  exit 0
+fi
+
+if [ ! -x "$venv/bin/python" ]; then
+  python="$(find_python)"
+  say "creating $venv with $("$python" --version)"
+  "$python" -m venv "$venv"
+fi
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+
+say "installing packages (the first time: some minutes)"
+pip install setuptools wheel numpy
+# Torch by itself and first, so that nothing below can choose another build of it.
+# shellcheck disable=SC2086  # the spec may carry options
+pip install $torch_spec
+mapfile -t tests < <("$venv/bin/python" - <<'PY'
+import setuptools
+
+found = {}
+setuptools.setup = lambda **arguments: found.update(arguments)
+exec(compile(open("setup.py").read(), "setup.py", "exec"), {"__file__": "setup.py", "__name__": "__main__"})
+print(*found["extras_require"]["test"], sep="\n")
+PY
+)
+pip install "${tests[@]}"
+pip install -e . --no-build-isolation --no-deps
+"$venv/bin/python" -c 'import torch, dicp; print(f"setup: dicp {dicp.__version__}, torch {torch.__version__}: ready")' >&2
+echo "$want" > "$stamp"
