@@ -1,0 +1,1 @@
+"""The rows of the op table, grouped by how their ops behave."""

@@ -1,0 +1,93 @@
+"""The op table: what each aten operator is, declared once for every consumer.
+
+A `Row` names an operator, its overloads, its kind, and how it becomes values: an elementwise row by the scalar `body`
+of one element, any other row by a `rule`. Rows without a rule are left to the vendor's libraries.
+
+    elementwise("relu", aten.relu.default, body=lambda x: maximum(x, 0))
+    row("permute", aten.permute.default, kind="view", rule=permute)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from dicp.ir.expr import COMPUTE_DTYPES, compute_dtype
+from dicp.ir.value import Builder, Value
+
+Kind = Literal["elementwise", "reduction", "scan", "view", "index", "factory", "contraction", "random", "composite",
+               "collective", "library"]
+Promote = Literal["DEFAULT", "INT_TO_FLOAT", "ALWAYS_BOOL", "BOOL_TO_LONG", "NONE"]
+Result = Union[Value, tuple[Value, ...]]
+Rule = Callable[..., Result]
+Body = Callable[..., Any]
+
+
+class Declined(Exception):
+    """A rule's answer that this use of its op is not expressible; the message says why. The op becomes extern."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One operator. `promote` names the dtype promotion of torch._prims_common ("NONE": operands stay as they are)."""
+
+    name: str
+    overloads: tuple[OpOverload, ...]
+    kind: Kind
+    rule: Rule | None = None
+    body: Body | None = None
+    promote: Promote = "DEFAULT"
+
+    def lower(self, builder: Builder, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+        """The op's results as values. Tensor arguments are Values, integers Index.
+
+        Raises Declined when this use has no rule.
+        """
+        if self.rule is None:
+            raise Declined(f"{self.name} is a library op")
+        for leaf in tree_leaves((node.meta.get("val"), args, kwargs)):
+            if isinstance(leaf, (torch.Tensor, Value)) and not expressible(leaf.dtype):
+                raise Declined(f"{self.name} on {leaf.dtype}")
+        return self.rule(builder, node, *args, **kwargs)
+
+
+def expressible(dtype: torch.dtype) -> bool:
+    """Whether kernels can hold elements of a dtype."""
+    return compute_dtype(dtype) in COMPUTE_DTYPES
+
+
+def elementwise(name: str, *overloads: OpOverload, body: Body, promote: Promote = "DEFAULT") -> Row:
+    """A row whose result element is `body` of the operands' elements, cast to the dtype that torch computes in."""
+    from dicp.ops.rules.pointwise import elementwise_rule
+
+    return Row(name, overloads, "elementwise", elementwise_rule(name, body, promote), body, promote)
+
+
+def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None) -> Row:
+    """A row with a rule of its own: `rule(builder, node, *args, **kwargs)`."""
+    return Row(name, overloads, kind, rule)
+
+
+def rows() -> Iterator[Row]:
+    """Every row, in the order of the modules that declare them."""
+    from dicp.ops.rules import activations, arithmetic, factories, reductions, views
+
+    for module in (arithmetic, activations, views, factories, reductions):
+        yield from module.rows()
+
+
+@functools.cache
+def table() -> dict[OpOverload, Row]:
+    """Row of each overload. Built at the first call."""
+    out: dict[OpOverload, Row] = {}
+    for r in rows():
+        for overload in r.overloads:
+            assert overload not in out, f"{overload} has two rows"
+            out[overload] = r
+    return out
