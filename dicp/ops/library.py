@@ -1,0 +1,158 @@
+"""The dicp::* operators: what a chain of aten operators means as one library call.
+
+Each has a fake implementation (shape, dtype, stride) and a reference in plain PyTorch, so that a rewritten graph
+still runs in eager PyTorch. They are functional, and used after autograd: they have no derivative.
+
+    linear     y = act(x @ w.T + b) + other          other: [..., N], added after the activation
+    conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
+    attention  y = softmax(scale * q @ k.T + mask) @ v
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+_SCHEMAS = (
+    "linear(Tensor x, Tensor w, Tensor? b, Tensor? other, str act='none') -> Tensor",
+    "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "SymInt groups, str act) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor",
+)
+
+
+@functools.cache
+def register() -> torch.library.Library:
+    """Define the operators in torch's registry; the first call does it, later ones do nothing."""
+    library = torch.library.Library("dicp", "FRAGMENT")
+    implementations = {
+        "linear": (linear, _linear_fake),
+        "conv": (conv, _conv_fake),
+        "attention": (attention, _attention_fake),
+    }
+    for schema in _SCHEMAS:
+        name = schema.partition("(")[0]
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        reference, fake = implementations[name]
+        library.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dicp::{name}", fake, lib=library)
+    return library
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, other: Tensor | None, act: str = "none") -> Tensor:
+    """act(x @ w.T + b) + other.  x: [..., K], w: [N, K], b: [N], other and the result: [..., N], contiguous."""
+    y = ACTIVATIONS[act](F.linear(x, w, b))
+    y = y if other is None else y + other
+    return y.contiguous()
+
+
+def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None, other: Tensor | None, act: str = "none") -> Tensor:
+    _check_act("linear", act)
+    return x.new_empty([*x.shape[:-1], w.shape[0]])
+
+
+def conv(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    other: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    act: str,
+) -> Tensor:
+    """act(conv(x, w, b) + other).  x: [B, C, *in], w: [N, C/groups, *window], result [B, N, *out].
+
+    The strides are those of aten.convolution: channels-last where x or w is, else contiguous.
+    """
+    y = _convolution(x, w, b, stride, padding, dilation, groups)
+    # In place: the sum keeps y's strides whatever those of `other`.
+    y = y if other is None else y.add_(other)
+    return ACTIVATIONS[act](y)
+
+
+def _conv_fake(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    other: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    act: str,
+) -> Tensor:
+    _check_act("conv", act)
+    return _convolution(x, w, b, stride, padding, dilation, groups)
+
+
+def _convolution(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    no_output_padding = [0] * len(stride)
+    return torch.ops.aten.convolution.default(
+        x, w, b, stride, padding, dilation, False, no_output_padding, groups
+    )
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
+    """softmax(scale * q @ k.T + mask) @ v, row by row.  q: [B, H, Sq, D], k: [B, Hkv, Sk, D], v: [B, Hkv, Sk, Dv].
+
+    Hkv divides H (head h reads key head h // (H / Hkv)). mask: broadcasts to [B, H, Sq, Sk]; bool (True takes part)
+    or added. causal: row i sees columns j <= i, counted from the upper left. scale: None is 1/sqrt(D).
+    A row that the mask or `causal` closes entirely gives zeros, as F.scaled_dot_product_attention does.
+    Result [B, H, Sq, Dv] lying in memory as [B, Sq, H, Dv]: the form every library call gives, and the one whose
+    heads merge back into [B, Sq, H*Dv] without a copy.
+    """
+    repeat = q.shape[1] // k.shape[1]
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    keys = k.to(compute).repeat_interleave(repeat, dim=1)
+    values = v.to(compute).repeat_interleave(repeat, dim=1)
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q.to(compute) @ keys.transpose(-1, -2)) * factor
+    if causal:
+        closed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(closed, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, dim=-1)
+    if causal or mask is not None:
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    result = (weights @ values).to(q.dtype)
+    return result.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
+    batch, heads, rows, _ = q.shape
+    return q.new_empty([batch, rows, heads, v.shape[-1]]).transpose(1, 2)
+
+
+def _check_act(op: str, act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"dicp::{op}: act is one of {', '.join(ACTIVATIONS)}; got {act!r}")
