@@ -1,7 +1,7 @@
 """The dicp::* operators: what a chain of aten operators means as one library call.
 
-Each has a fake implementation (shape, dtype, stride) and a reference in plain PyTorch, so that a rewritten graph
-still runs in eager PyTorch. They are functional, and used after autograd: they have no derivative.
+Each has a fake implementation (shape, dtype, stride) and a reference in plain PyTorch, so that a rewritten
+graph still runs in eager PyTorch. They are functional, and used after autograd: they have no derivative.
 
     linear     y = act(x @ w.T + b) + other          other: [..., N], added after the activation
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
@@ -30,8 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 _SCHEMAS = (
     "linear(Tensor x, Tensor w, Tensor? b, Tensor? other, str act='none') -> Tensor",
-    "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
-    "SymInt groups, str act) -> Tensor",
+    "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, int[] stride, int[] padding, int[] dilation, "
+    "int groups, str act) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor",
 )
 
@@ -55,7 +55,7 @@ def register() -> torch.library.Library:
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, other: Tensor | None, act: str = "none") -> Tensor:
-    """act(x @ w.T + b) + other.  x: [..., K], w: [N, K], b: [N], other and the result: [..., N], contiguous."""
+    """act(x @ w.T + b) + other.  x: [..., K], w: [N, K], b: [N], other: [..., N]; contiguous."""
     y = ACTIVATIONS[act](F.linear(x, w, b))
     y = y if other is None else y + other
     return y.contiguous()
@@ -120,12 +120,12 @@ def _convolution(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    """softmax(scale * q @ k.T + mask) @ v, row by row.  q: [B, H, Sq, D], k: [B, Hkv, Sk, D], v: [B, Hkv, Sk, Dv].
+    """softmax(scale * q @ k.T + mask) @ v.  q: [B, H, Sq, D], k: [B, Hkv, Sk, D], v: [B, Hkv, Sk, Dv].
 
-    Hkv divides H (head h reads key head h // (H / Hkv)). mask: broadcasts to [B, H, Sq, Sk]; bool (True takes part)
-    or added. causal: row i sees columns j <= i, counted from the upper left. scale: None is 1/sqrt(D).
-    A row that the mask or `causal` closes entirely gives zeros, as F.scaled_dot_product_attention does.
-    Result [B, H, Sq, Dv] lying in memory as [B, Sq, H, Dv]: the form every library call gives, and the one whose
+    Hkv divides H: head h reads key head h // (H / Hkv). mask: broadcasts to [B, H, Sq, Sk]; bool (True takes
+    part) or added. causal: row i sees columns j <= i, counted from the upper left. scale: None is 1/sqrt(D).
+    A row that mask or causal closes entirely gives zeros, as F.scaled_dot_product_attention does.
+    Result [B, H, Sq, Dv] lying in memory as [B, Sq, H, Dv]: the form library calls give, and the one whose
     heads merge back into [B, Sq, H*Dv] without a copy.
     """
     repeat = q.shape[1] // k.shape[1]

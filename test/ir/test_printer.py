@@ -30,7 +30,7 @@ graph(arg0_1: f32[4], arg1_1: f32[8,16], arg2_1: f32[16,4]):
 graph(arg0_1: f32[2,3]):
   v0: f32[2,1] = sum.dim_IntList(arg0_1, [1], True)
   v1: bf16[2,1] = _to_copy(v0, dtype=bf16)
-  v2: f32[2] = full([2], 1)
+  v2: f32[2] = full([2], 1, dtype=f32)
   v3: f32[2,2] = add(v1, v2)
   return v3
 """,
