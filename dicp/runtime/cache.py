@@ -1,0 +1,558 @@
+"""Content-addressed store of built code, shared by many processes.
+
+    <root>/v1/entries/<digest>/   payload files + meta.json (key parts, sizes, checksums)
+    <root>/v1/lock/<digest>       per-key lock (flock: the kernel drops it when its holder dies)
+    <root>/v1/tmp/                entries being built or thrown away
+
+An entry appears by one rename, so it is whole or absent; its checksums are read before each use, since what
+comes out gets loaded as code. Where the root cannot be written, entries go to a private temporary folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import functools
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dicp.config import Config
+from dicp.errors import CacheError
+
+log = logging.getLogger("dicp.cache")
+
+FORMAT = "v1"
+META = "meta.json"
+LOCK_WAIT_S = 120.0
+_STALE_TMP_S = 60.0
+_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG}
+_UNWRITABLE |= {errno.ENOENT, errno.EIO, errno.ENAMETOOLONG, errno.EMLINK, errno.ESTALE}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """Address of an entry: the digest of everything that went into it."""
+
+    digest: str
+    parts: Mapping[str, str]
+
+    @staticmethod
+    def of(**parts: str) -> Key:
+        """Key from named parts, e.g. source, flags, compiler, isa, torch, dicp.  Never a rank, never a path."""
+        return Key(_digest(parts), parts)
+
+
+def content_hash(data: str | bytes) -> str:
+    """Short stable hash of a text, for use as a key part."""
+    return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=16).hexdigest()
+
+
+def _digest(parts: Mapping[str, str]) -> str:
+    return content_hash(json.dumps(dict(parts), sort_keys=True))
+
+
+@dataclasses.dataclass
+class Stats:
+    """What one process's use of a store came to."""
+
+    hits: int = 0
+    misses: int = 0
+    builds: int = 0
+    waits: int = 0
+    repaired: int = 0
+    evicted: int = 0
+
+
+def default_root(config: Config) -> Path:
+    """Folder of the shared cache: `cache_dir`, else $XDG_CACHE_HOME/dicp, else ~/.cache/dicp."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute()
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    # the XDG specification: a relative path is to be ignored
+    base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")) / ".cache"
+    return base.absolute() / "dicp"
+
+
+def open_store(config: Config) -> Store:
+    """The process's store for this config; its counters are shared by all who open it."""
+    return _open_store(default_root(config), config.cache_size_mb << 20)
+
+
+@functools.lru_cache(maxsize=None)
+def _open_store(root: Path, limit_bytes: int) -> Store:
+    return Store(root, limit_bytes)
+
+
+class Store:
+    """Entries under one root, at most about `limit_bytes` of them."""
+
+    def __init__(self, root: str | Path, limit_bytes: int = 2 << 30, lock_wait_s: float = LOCK_WAIT_S) -> None:
+        self.root = Path(root).absolute()
+        self.limit_bytes = limit_bytes
+        self.lock_wait_s = lock_wait_s
+        self.stats = Stats()
+        self._mutex = threading.Lock()
+        self._private: Path | None = None
+        self._checked = False
+        self._size: int | None = None  # bytes, as far as this process knows; None: not scanned yet
+
+    # -- use
+
+    def get(self, key: Key) -> Path | None:
+        """Folder of a sound entry, or None; damaged entries are removed on the way."""
+        for home in self._homes():
+            folder = home / "entries" / key.digest
+            if self._sound(folder, home):
+                self._count("hits")
+                with contextlib.suppress(OSError):
+                    os.utime(folder)  # least recently *used*
+                return folder
+        return None
+
+    def get_or_build(self, key: Key, build: Callable[[Path], None], label: str = "") -> Path:
+        """Folder of the entry; if there is none, `build(folder)` fills one, once among all processes.
+
+        What `build` raises comes through, except an OSError that says the place cannot be written: then the
+        build is repeated in a private folder.
+        """
+        if found := self.get(key):
+            return found
+        self._count("misses")
+        for home in (self._shared(), self._private_home):
+            if home is None:
+                continue
+            try:
+                return self._build_under(home() if callable(home) else home, key, build, label)
+            except OSError as e:
+                if callable(home) or e.errno not in _UNWRITABLE:
+                    raise CacheError(
+                        f"cannot write a build under {e.filename or tempfile.gettempdir()}: {e.strerror}",
+                        todo="free some space, or point DICP_CACHE_DIR or TMPDIR to a folder you can write",
+                    ) from e
+                _warn_once(f"cache {self.root} cannot be written ({e.strerror}); using a temporary folder")
+        raise AssertionError("unreachable: the private home either returns or raises")
+
+    def _build_under(self, home: Path, key: Key, build: Callable[[Path], None], label: str) -> Path:
+        for sub in ("entries", "lock", "tmp"):
+            (home / sub).mkdir(mode=0o700, parents=True, exist_ok=True)
+        final = home / "entries" / key.digest
+        with self._locked(home / "lock" / key.digest):
+            if self._sound(final, home):  # built by another between our look-up and our lock
+                self._count("hits")
+                return final
+            with _scratch(home / "tmp") as scratch:
+                build(scratch)
+                _seal(scratch, key, label)
+                self._count("builds")
+                size = _size(scratch)
+                self._publish(scratch, final, home)
+        self._trim(home, size, keep=key.digest)
+        return final
+
+    def _publish(self, scratch: Path, final: Path, home: Path) -> None:
+        for _ in range(8):
+            try:
+                os.rename(scratch, final)
+                return
+            except OSError as e:
+                if e.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+            # another process published first (it went on alone), or rubbish lies in the way
+            if self._sound(final, home):
+                return
+        raise CacheError(f"cannot publish {final}: something keeps recreating it", todo="remove that folder")
+
+    # -- places
+
+    def _homes(self) -> list[Path]:
+        return [h for h in (self._shared(), self._private) if h is not None]
+
+    def _shared(self) -> Path | None:
+        """The shared home, made and checked; None where it cannot exist."""
+        home = self.root / FORMAT
+        if not self._checked:
+            try:
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_private(self.root)
+                home.mkdir(mode=0o700, exist_ok=True)
+            except OSError as e:
+                if not self.root.is_dir():
+                    _warn_once(f"cache {self.root} cannot be made ({e.strerror}); using a temporary folder")
+                    return None
+            if home.exists():
+                _check_private(home)
+            self._checked = True
+        return home
+
+    def _private_home(self) -> Path:
+        """This process's own folder, removed when it ends."""
+        with self._mutex:
+            if self._private is None:
+                try:
+                    self._private = Path(tempfile.mkdtemp(prefix="dicp-"))
+                except OSError as e:
+                    raise CacheError(
+                        f"neither the cache {self.root} nor a temporary folder can be written: {e.strerror or e}",
+                        todo="free some space, or point DICP_CACHE_DIR or TMPDIR to a folder you can write",
+                    ) from e
+                atexit.register(_remove_if_mine, self._private, os.getpid())
+            return self._private
+
+    def keep_failed(self, name: str, text: str) -> Path:
+        """Keep a source that did not build where the user can read it; the latest 32 stay."""
+        for base in (self.root / FORMAT / "failed", None):
+            try:
+                if base is None:
+                    base = Path(tempfile.mkdtemp(prefix="dicp-failed-"))
+                base.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path = base / name
+                path.write_text(text)
+                kept = sorted(base.iterdir(), key=_mtime)
+                for old in kept[:-32]:
+                    old.unlink(missing_ok=True)
+                return path
+            except OSError:
+                continue
+        return Path(name)
+
+    # -- soundness
+
+    def _sound(self, folder: Path, home: Path) -> bool:
+        """Whether the entry is there and undamaged; a damaged one is thrown away."""
+        fault = inspect_entry(folder)
+        if fault is None:
+            return True
+        if fault != "absent":
+            log.info("cache entry %s is damaged (%s): rebuilding", folder.name, fault)
+            self._count("repaired")
+            _throw_away(folder, home / "tmp")
+        return False
+
+    def _count(self, name: str) -> None:
+        with self._mutex:
+            setattr(self.stats, name, getattr(self.stats, name) + 1)
+
+    # -- locks
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """Hold the per-key lock.
+
+        After `lock_wait_s` goes on without: a second build of the same thing is wasteful, never wrong.
+        """
+        deadline = time.monotonic() + self.lock_wait_s
+        pause, waited, fd = 0.001, False, None
+        try:
+            while fd is None:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as e:
+                    if e.errno in _NO_LOCKS:
+                        break
+                    if e.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
+                        raise
+                    os.close(fd)
+                    fd = None
+                    if not waited:
+                        waited = True
+                        self._count("waits")
+                    if time.monotonic() > deadline:
+                        log.warning("waited %.0f s for another process's build; going on alone", self.lock_wait_s)
+                        break
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, 0.025)
+                    continue
+                if not _is_at(fd, path):  # its former holder unlinked it: this inode locks nothing now
+                    os.close(fd)
+                    fd = None
+            yield
+        finally:
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    if _is_at(fd, path):
+                        os.unlink(path)
+                os.close(fd)
+
+    # -- size
+
+    def entries(self) -> list[Path]:
+        """Folders of all entries, least recently used first."""
+        found = [e for home in self._homes() if (home / "entries").is_dir() for e in (home / "entries").iterdir()]
+        return sorted(found, key=_mtime)
+
+    def _trim(self, home: Path, added: int, keep: str) -> None:
+        """Evict least recently used entries once the limit is passed, down to 80 % of it."""
+        with self._mutex:
+            if self._size is not None:
+                self._size += added
+            if self._size is not None and self._size <= self.limit_bytes:
+                return
+        with contextlib.suppress(OSError):
+            self._size = self._evict(home, keep)
+
+    def _evict(self, home: Path, keep: str) -> int:
+        _sweep(home / "tmp")
+        sizes = {e: _size(e) for e in (home / "entries").iterdir()}
+        total = sum(sizes.values())
+        if total <= self.limit_bytes:
+            return total
+        for entry in sorted(sizes, key=_mtime):
+            if total <= self.limit_bytes * 8 // 10:
+                break
+            if entry.name != keep:
+                _throw_away(entry, home / "tmp")
+                self._count("evicted")
+                total -= sizes[entry]
+        return total
+
+    # -- the command line's needs
+
+    def verify(self) -> dict[str, str]:
+        """Damaged entries and why; each is removed."""
+        bad = {}
+        for entry in self.entries():
+            fault = inspect_entry(entry)
+            if fault is not None and fault != "absent":
+                bad[entry.name] = fault
+                _throw_away(entry, entry.parent.parent / "tmp")
+        return bad
+
+    def clear(self) -> int:
+        """Remove every entry; the number removed."""
+        gone = self.entries()
+        for entry in gone:
+            _throw_away(entry, entry.parent.parent / "tmp")
+        for home in self._homes():
+            _sweep(home / "tmp")
+            shutil.rmtree(home / "failed", ignore_errors=True)
+        self._size = None
+        return len(gone)
+
+    def pack(self, digests: Iterable[str] | None = None) -> bytes:
+        """Sound entries (all, or the named ones) as one gzipped tar."""
+        wanted = None if digests is None else set(digests)
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:gz", compresslevel=3) as tar:
+            for entry in self.entries():
+                if (wanted is None or entry.name in wanted) and inspect_entry(entry) is None:
+                    for file in sorted(entry.iterdir()):
+                        info = tarfile.TarInfo(f"{entry.name}/{file.name}")
+                        data = file.read_bytes()
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+        return out.getvalue()
+
+    def unpack(self, archive: bytes) -> tuple[list[str], list[str]]:
+        """Add a pack's entries; (digests present afterwards, digests refused as damaged or foreign).
+
+        A pack holds code that gets loaded: take it only from whom you would take a program.
+        """
+        files: dict[str, dict[str, bytes]] = {}
+        try:
+            with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+                for member in tar:
+                    parts = member.name.split("/")
+                    stream = tar.extractfile(member) if member.isreg() and len(parts) == 2 else None
+                    if stream is None or any(p in ("", ".", "..") for p in parts):
+                        raise CacheError(f"not a dicp cache archive: member {member.name!r}")
+                    files.setdefault(parts[0], {})[parts[1]] = stream.read()
+        except (tarfile.TarError, OSError, EOFError, zlib.error) as e:
+            raise CacheError(f"not a dicp cache archive, or a damaged one: {e}", todo="export it again") from e
+        added, refused = [], []
+        for name, payload in files.items():
+            (added if self._add(name, payload) else refused).append(name)
+        return added, refused
+
+    def _add(self, name: str, payload: dict[str, bytes]) -> bool:
+        try:
+            meta = _parse_meta(payload.get(META, b""))
+            key = Key(_digest(meta["parts"]), meta["parts"])
+        except (ValueError, KeyError, TypeError):
+            return False
+        if key.digest != name or _fault_of(name, payload) is not None:
+            return False
+
+        def write(folder: Path) -> None:
+            for file, data in payload.items():
+                if file != META:
+                    (folder / file).write_bytes(data)
+
+        self.get_or_build(key, write, str(meta.get("label", "")))
+        return True
+
+
+# -- entries
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """An entry's meta: label, parts, files, created; None where unreadable."""
+    try:
+        return _parse_meta((folder / META).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def inspect_entry(folder: Path) -> str | None:
+    """What is wrong with an entry: None when sound, "absent" when not there."""
+    try:
+        with os.scandir(folder) as found:
+            listing = list(found)
+        payload = {}
+        for item in listing:
+            if not item.is_file(follow_symlinks=False):
+                return f"{item.name} is not a plain file"
+            with open(item.path, "rb") as f:
+                payload[item.name] = f.read()
+    except FileNotFoundError:
+        return "absent"
+    except OSError as e:
+        return f"unreadable: {e.strerror}"
+    return _fault_of(folder.name, payload)
+
+
+def _fault_of(name: str, payload: Mapping[str, bytes]) -> str | None:
+    try:
+        meta = _parse_meta(payload.get(META, b""))
+        files, parts = meta["files"], meta["parts"]
+        if _digest(parts) != name:
+            return "foreign: its key is another one"
+        if set(files) | {META} != set(payload):
+            return "files missing or added"
+        for file, (size, checksum) in files.items():
+            if len(payload[file]) != size or content_hash(payload[file]) != checksum:
+                return f"{file} is truncated or altered"
+    except (ValueError, KeyError, TypeError) as e:
+        return f"{META}: {e}"
+    return None
+
+
+def _seal(folder: Path, key: Key, label: str) -> None:
+    """Write the entry's meta: everything that lies in the folder, with size and checksum."""
+    files = {}
+    for item in sorted(folder.iterdir()):
+        data = item.read_bytes()
+        files[item.name] = (len(data), content_hash(data))
+    meta = {"label": label, "parts": dict(key.parts), "files": files, "created": time.time()}
+    body = json.dumps(meta, indent=1).encode()
+    (folder / META).write_bytes(content_hash(body).encode() + b"\n" + body)
+
+
+def _parse_meta(data: bytes) -> dict[str, Any]:
+    checksum, _, body = data.partition(b"\n")
+    if content_hash(body).encode() != checksum:
+        raise ValueError("checksum does not match")
+    meta: dict[str, Any] = json.loads(body)
+    return meta
+
+
+# -- files
+
+
+def _check_private(folder: Path) -> None:
+    """Refuse a folder others could write to: what lies in it gets loaded as code."""
+    info = folder.stat()
+    if not hasattr(os, "geteuid"):
+        return
+    if info.st_uid != os.geteuid():
+        raise CacheError(
+            f"cache folder {folder} belongs to user id {info.st_uid}, not to you ({os.geteuid()}); "
+            "code in it would run as you",
+            todo="set DICP_CACHE_DIR to a folder of your own, or chown that one",
+        )
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CacheError(
+            f"cache folder {folder} can be written by others (mode {stat.S_IMODE(info.st_mode):04o}); "
+            "code in it would run as you",
+            todo=f"chmod 700 {folder}, or set DICP_CACHE_DIR to a folder only you can write",
+        )
+
+
+@contextlib.contextmanager
+def _scratch(tmp: Path) -> Iterator[Path]:
+    """A fresh folder under `tmp`, locked while in use so that others can tell it from a dead one's."""
+    folder = Path(tempfile.mkdtemp(prefix="b-", dir=tmp))
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        os.close(fd)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _throw_away(folder: Path, tmp: Path) -> None:
+    """Remove an entry in one step (rename), then its files; losing a race to another remover is fine."""
+    with contextlib.suppress(OSError):
+        tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
+        grave = Path(tempfile.mkdtemp(prefix="d-", dir=tmp))
+        with contextlib.suppress(OSError):
+            os.rename(folder, grave / "x")
+        shutil.rmtree(grave, ignore_errors=True)
+
+
+def _sweep(tmp: Path) -> None:
+    """Remove scratch folders whose process died: nobody holds their lock."""
+    if not tmp.is_dir():
+        return
+    for folder in tmp.iterdir():
+        # the age covers the moment between mkdir and flock; a jumping clock can only delay the sweep
+        if abs(time.time() - _mtime(folder)) < _STALE_TMP_S:
+            continue
+        with contextlib.suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is still the one its path names."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(folder: Path) -> int:
+    try:
+        return sum(f.stat().st_size for f in folder.iterdir()) if folder.is_dir() else folder.stat().st_size
+    except OSError:
+        return 0
+
+
+def _remove_if_mine(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child inherits the exit hook, not the folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.lru_cache(maxsize=None)
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)

@@ -1,0 +1,162 @@
+/* Calls int64_t fn(const int64_t* args) by address, with Python ints as arguments and the GIL released. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define ON_STACK 512
+
+typedef int64_t (*entry)(const int64_t*);
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  entry fn;
+  Py_ssize_t count;
+} Bound;
+
+static PyObject* call_entry(entry fn, PyObject* const* values, Py_ssize_t count) {
+  int64_t stack[ON_STACK];
+  int64_t* args = stack;
+  if (count > ON_STACK) {
+    args = (int64_t*)PyMem_Malloc((size_t)count * sizeof(int64_t));
+    if (args == NULL) return PyErr_NoMemory();
+  }
+  PyObject* result = NULL;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    args[i] = (int64_t)PyLong_AsLongLong(values[i]); /* takes __index__ too, refuses floats */
+    if (args[i] == -1 && PyErr_Occurred()) goto done;
+  }
+  int64_t status;
+  Py_BEGIN_ALLOW_THREADS
+  status = fn(args);
+  Py_END_ALLOW_THREADS
+  result = PyLong_FromLongLong(status);
+done:
+  if (args != stack) PyMem_Free(args);
+  return result;
+}
+
+static int as_entry(PyObject* address, entry* fn) {
+  void* p = PyLong_AsVoidPtr(address);
+  if (p == NULL) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the function's address is 0");
+    return -1;
+  }
+  *fn = (entry)p;
+  return 0;
+}
+
+static PyObject* launch(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  (void)self;
+  entry fn;
+  if (count < 1) {
+    PyErr_SetString(PyExc_TypeError, "launch(fn_address, *ints)");
+    return NULL;
+  }
+  if (as_entry(values[0], &fn) < 0) return NULL;
+  return call_entry(fn, values + 1, count - 1);
+}
+
+static PyObject* bound_call(PyObject* self, PyObject* const* values, size_t nargsf, PyObject* names) {
+  Bound* bound = (Bound*)self;
+  Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+  if (names != NULL && PyTuple_GET_SIZE(names) != 0) {
+    PyErr_SetString(PyExc_TypeError, "a bound function takes no keyword arguments");
+    return NULL;
+  }
+  if (count != bound->count) {
+    PyErr_Format(PyExc_TypeError, "expected %zd integers, got %zd", bound->count, count);
+    return NULL;
+  }
+  return call_entry(bound->fn, values, count);
+}
+
+static void bound_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+static PyMemberDef bound_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Bound, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot bound_slots[] = {
+    {Py_tp_dealloc, bound_dealloc},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, bound_members},
+    {0, NULL},
+};
+
+static PyType_Spec bound_spec = {
+    "dicp_launcher.Bound",
+    sizeof(Bound),
+    0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    bound_slots,
+};
+
+typedef struct {
+  PyTypeObject* bound_type;
+} State;
+
+static PyObject* bind(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  entry fn;
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "bind(fn_address, n)");
+    return NULL;
+  }
+  if (as_entry(values[0], &fn) < 0) return NULL;
+  Py_ssize_t n = PyLong_AsSsize_t(values[1]);
+  if (n == -1 && PyErr_Occurred()) return NULL;
+  PyTypeObject* type = ((State*)PyModule_GetState(self))->bound_type;
+  Bound* bound = (Bound*)type->tp_alloc(type, 0);
+  if (bound == NULL) return NULL;
+  bound->vectorcall = bound_call;
+  bound->fn = fn;
+  bound->count = n;
+  return (PyObject*)bound;
+}
+
+static PyMethodDef functions[] = {
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "launch(fn_address, *ints) -> int"},
+    {"bind", (PyCFunction)(void (*)(void))bind, METH_FASTCALL, "bind(fn_address, n) -> callable of n ints"},
+    {NULL, NULL, 0, NULL},
+};
+
+static int start(PyObject* module) {
+  State* state = (State*)PyModule_GetState(module);
+  state->bound_type = (PyTypeObject*)PyType_FromModuleAndSpec(module, &bound_spec, NULL);
+  return state->bound_type == NULL ? -1 : 0;
+}
+
+static int visit_state(PyObject* module, visitproc visit, void* arg) {
+  State* state = (State*)PyModule_GetState(module);
+  if (state != NULL) Py_VISIT(state->bound_type);
+  return 0;
+}
+
+static int clear_state(PyObject* module) {
+  State* state = (State*)PyModule_GetState(module);
+  if (state != NULL) Py_CLEAR(state->bound_type);
+  return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "dicp_launcher",
+    "Calls compiled entries by address.",
+    sizeof(State),
+    functions,
+    slots,
+    visit_state,
+    clear_state,
+    NULL,
+};
+
+PyMODINIT_FUNC PyInit_dicp_launcher(void) { return PyModuleDef_Init(&definition); }
