@@ -1,0 +1,196 @@
+"""The kernel IR: what a kernel vendor turns into source text.
+
+    kernel  := name axes params sizes statement*
+    axis    := var < extent [reduced]
+    reduce  := ref[, ref] = kind(expr, ...)          over the reduced axes
+    scan    := ref[, ref] = kind(expr, ...)          inclusive, along the (single) reduced axis
+    store   := buffer[index] (= | += | *= | max= | min=) expr
+    expr    := const | [index] | buffer[index] | ref | primitive(expr, ...)      (ir/expr.py)
+
+An expression that names a reduced axis, or a scan's result, has one value per point of the full space; any other has
+one value per point of the outer (not reduced) axes. Statements are in dependency order. Indices are flat, in elements.
+A kernel's hash ignores buffer and axis names, so equal kernels are built once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from dicp.ir import index as ix
+from dicp.ir.expr import NAMES, Expr, rewrite, variables, walk
+from dicp.ir.index import Index, Var
+
+
+@dataclass(frozen=True)
+class Axis:
+    var: Var
+    reduced: bool = False
+
+    @property
+    def size(self) -> Index:
+        assert self.var.size is not None
+        return self.var.size
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """`refs` are the results' names: one, or (mean, m2) for welford, (position,) for argmax."""
+
+    refs: tuple[str, ...]
+    kind: str
+    value: Expr
+    note: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Inclusive scan; two refs (best, position) for the arg kinds."""
+
+    refs: tuple[str, ...]
+    kind: str
+    value: Expr
+    note: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Store:
+    buffer: str
+    index: Index
+    value: Expr
+    mode: str = "set"
+    unique: bool = True
+    note: str | None = field(default=None, compare=False)
+
+
+Statement = Reduce | Scan | Store
+
+
+@dataclass(frozen=True)
+class Param:
+    """One buffer argument. `check` marks the int32 error flag that guarded run-time indices raise."""
+
+    name: str
+    dtype: torch.dtype
+    written: bool
+    read: bool = True
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    axes: tuple[Axis, ...]
+    params: tuple[Param, ...]
+    sizes: tuple[Var, ...]
+    body: tuple[Statement, ...]
+    origins: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def outer(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if not a.reduced)
+
+    @property
+    def inner(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.reduced)
+
+    @cached_property
+    def digest(self) -> str:
+        """Content hash, indifferent to the names of buffers, axes, refs and size symbols."""
+        return hashlib.blake2b(show(canonical(self)).encode(), digest_size=8).hexdigest()
+
+
+def expressions(kernel: Kernel) -> tuple[Expr, ...]:
+    return tuple(s.value for s in kernel.body)
+
+
+def canonical(kernel: Kernel) -> Kernel:
+    """The kernel with axes i0.., buffers b0.., refs r0.. and sizes n0.. renamed in order of appearance."""
+    sizes = {v: Var(f"n{k}", None, v.low) for k, v in enumerate(kernel.sizes)}
+    size_map = {v: ix.of(n) for v, n in sizes.items()}
+    axes = {a.var: Var(f"i{k}", ix.substitute(a.size, size_map)) for k, a in enumerate(kernel.axes)}
+    index_map: dict[ix.Atom, Index] = {v: ix.of(n) for v, n in axes.items()}
+    index_map.update(size_map)
+    buffers = {p.name: f"b{k}" for k, p in enumerate(kernel.params)}
+    refs = {r: f"r{k}" for k, r in enumerate(r for s in kernel.body if not isinstance(s, Store) for r in s.refs)}
+
+    def leaf(x: Expr) -> Expr | None:
+        if x.op == "load":
+            return Expr("load", (buffers[x.args[0]], *x.args[1:]), x.dtype)
+        if x.op == "ref":
+            return Expr("ref", (refs[x.args[0]],), x.dtype)
+        if x.op == "check":
+            return Expr("check", (x.args[0], x.args[1]), x.dtype)
+        return None
+
+    def on_index(i: Index) -> Index:
+        return ix.substitute(i, index_map)
+
+    values = rewrite(tuple(s.value for s in kernel.body), leaf, on_index)
+    stores = [Expr("index", (s.index,), torch.int64) if isinstance(s, Store) and not isinstance(s.index, int) else None
+              for s in kernel.body]
+    body: list[Statement] = []
+    for s, value, index in zip(kernel.body, values, stores, strict=True):
+        if isinstance(s, Store):
+            new = rewrite((index,), leaf, on_index)[0] if index is not None else None
+            flat = s.index if new is None else new.args[0]
+            body.append(Store(buffers[s.buffer], flat, value, s.mode, s.unique))
+        else:
+            body.append(type(s)(tuple(refs[r] for r in s.refs), s.kind, value))
+    return Kernel("k", tuple(Axis(axes[a.var], a.reduced) for a in kernel.axes),
+                  tuple(Param(buffers[p.name], p.dtype, p.written, p.read) for p in kernel.params),
+                  tuple(sizes.values()), tuple(body))
+
+
+_STORE_SIGN = {"set": "=", "add": "+=", "mul": "*=", "max": "max=", "min": "min="}
+
+
+def show(kernel: Kernel) -> str:
+    """The kernel as text; shared subexpressions get names v0, v1, ..."""
+    params = ", ".join(f"{p.name}: {NAMES[p.dtype]}{'*' if p.written else ''}" for p in kernel.params)
+    axes = ", ".join(f"{a.var} < {a.size}{' reduced' if a.reduced else ''}" for a in kernel.axes)
+    sizes = f" sizes {', '.join(v.name for v in kernel.sizes)}" if kernel.sizes else ""
+    lines = [f"kernel {kernel.name}({params}){sizes}", f"  for {axes}" if axes else "  once"]
+    names: dict[Expr, str] = {}
+
+    def text_index(i: Index) -> str:
+        return repr(i)
+
+    def text(x: Expr) -> str:
+        if x.op == "const":
+            return f"{x.args[0]}:{NAMES[x.dtype]}"
+        if x.op == "ref":
+            return str(x.args[0])
+        return names[x]
+
+    def define(root: Expr) -> None:
+        for x in walk(root):
+            if x in names or x.op in ("const", "ref"):
+                continue
+            names[x] = f"v{len(names)}"
+            if x.op == "index":
+                rhs = f"[{text_index(x.args[0])}]"
+            elif x.op == "load":
+                rhs = f"{x.args[0]}[{text_index(x.args[1])}]"
+            else:
+                rhs = f"{x.op}({', '.join(text(a) if isinstance(a, Expr) else str(a) for a in x.args)})"
+            note = f"    # {x.note}" if x.note else ""
+            lines.append(f"  {names[x]}: {NAMES[x.dtype]} = {rhs}{note}")
+
+    for s in kernel.body:
+        define(s.value)
+        if isinstance(s, Store):
+            lines.append(f"  {s.buffer}[{text_index(s.index)}] {_STORE_SIGN[s.mode]} {text(s.value)}"
+                         f"{'' if s.unique else '  (duplicates)'}")
+        else:
+            word = "reduce" if isinstance(s, Reduce) else "scan"
+            lines.append(f"  {', '.join(s.refs)} = {word} {s.kind} {text(s.value)}")
+    return "\n".join(lines)
+
+
+def is_full(x: Expr, kernel: Kernel, full_refs: frozenset[str]) -> bool:
+    """Whether x has a value per point of the full space."""
+    inner = {a.var for a in kernel.inner}
+    return bool(variables(x) & inner) or any(e.op == "ref" and e.args[0] in full_refs for e in walk(x))

@@ -1,0 +1,124 @@
+"""What lowering produces: definitions of named tensors, in program order, and the buffers that may hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr, compute_dtype
+from dicp.ir.index import Index, Var
+from dicp.ir.value import Indices, Shape, Value
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A named tensor in memory: sizes and strides in elements.
+
+    kind: input (a graph input), temp (arena), output (allocated for the caller), library (allocated by a library
+    call), extern (a result of an aten call made from Python).
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    strides: Shape
+    kind: str = "temp"
+
+    def flat(self, idx: Indices) -> Index:
+        """Position, in elements, of a logical index."""
+        total: Index = 0
+        for i, s in zip(idx, self.strides, strict=True):
+            total = total + i * s if isinstance(i, ix.Poly) else s * i + total
+        return total
+
+    @property
+    def numel(self) -> Index:
+        return ix.product(self.shape)
+
+    @property
+    def nbytes(self) -> Index:
+        """Bytes from the first to the last element, for the (dense) buffers we allocate."""
+        return self.numel * self.dtype.itemsize
+
+    def value(self) -> Value:
+        dtype = compute_dtype(self.dtype)
+        return Value(self.shape, self.dtype, lambda idx: Expr("at", (self.name, idx), dtype))
+
+
+@dataclass(eq=False)
+class View:
+    """A strided window on a buffer: what library and extern calls take as a tensor."""
+
+    buffer: Buffer
+    shape: Shape
+    strides: Shape
+    offset: Index = 0
+
+
+@dataclass(eq=False)
+class Def:
+    """One step of the lowered graph. `outputs` are the buffers it defines, `note` the op and the user's line."""
+
+    outputs: tuple[Buffer, ...]
+    note: str = ""
+
+
+@dataclass(eq=False)
+class Pointwise(Def):
+    """outputs[0][vars] = expr. `into` names an input buffer that is overwritten (a mutated graph input)."""
+
+    vars: tuple[Var, ...] = ()
+    expr: Expr = None  # type: ignore[assignment]
+    index: Indices = ()
+
+
+@dataclass(eq=False)
+class Reduction(Def):
+    """outputs[k][index] = k-th result of `kind` over rvars of expr; `scan` keeps every prefix."""
+
+    vars: tuple[Var, ...] = ()
+    rvars: tuple[Var, ...] = ()
+    kind: str = "sum"
+    expr: Expr = None  # type: ignore[assignment]
+    index: Indices = ()
+    scan: bool = False
+    unstored: tuple[bool, ...] = ()
+
+
+@dataclass(eq=False)
+class Scatter(Def):
+    """outputs[0] (already holding the base: the same memory as `base`) at target(vars) mode= expr."""
+
+    vars: tuple[Var, ...] = ()
+    target: Indices = ()
+    expr: Expr = None  # type: ignore[assignment]
+    mode: str = "set"
+    unique: bool = False
+    base: Buffer = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class Call(Def):
+    """A library call (`claim` set) or an extern aten call. Tensor arguments are Views; other arguments are raw or Index.
+
+    `node` is the FX node, for its target and for messages.
+    """
+
+    node: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    claim: Any = None
+
+
+def views(x: Any) -> list[View]:
+    """Every View inside a nested argument structure."""
+    if isinstance(x, View):
+        return [x]
+    if isinstance(x, (list, tuple)):
+        return [v for item in x for v in views(item)]
+    if isinstance(x, dict):
+        return [v for item in x.values() for v in views(item)]
+    return []

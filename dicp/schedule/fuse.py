@@ -1,0 +1,443 @@
+"""Fusion: which definitions share one kernel.
+
+A group has one iteration space: axes, some of them reduced. Each member's loop variables map one to one onto
+    the full space    (elementwise before, between and after the reductions; the reductions themselves), or
+    the outer axes    (elementwise on reduction results).
+A definition joins the group that saves most memory traffic: the values it would have read back, and the reads it shares.
+It may join when every value of the group that it reads is the one computed at the same point, and when no step outside
+the group lies between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr
+from dicp.ir.index import Index, Var
+from dicp.ir.value import Indices
+from dicp.schedule.defs import Buffer, Call, Def, Pointwise, Reduction, Scatter, views
+from dicp.schedule.lower import Lowered
+
+Mapping = dict[ix.Atom, Index]
+
+MAX_BUFFERS = 40            # arguments of one kernel
+MAX_ROW = 32768             # elements of a row that later phases of a kernel read again
+MAX_COLUMN = 1024           # the same for a reduction along a strided dim
+MAX_MEMBERS = 64
+
+
+@dataclass(eq=False)
+class Member:
+    """A definition in a group: its variables in terms of the group's axes."""
+
+    definition: Def
+    mapping: Mapping
+    reads: list[tuple[str, Indices]]
+
+    def index(self, idx: Indices) -> Indices:
+        return tuple(ix.substitute(i, self.mapping) for i in idx)
+
+
+@dataclass(eq=False)
+class Group:
+    """Definitions that become one kernel."""
+
+    axes: list[Var] = field(default_factory=list)
+    reduced: set[Var] = field(default_factory=set)
+    members: list[Member] = field(default_factory=list)
+    produced: dict[str, Indices] = field(default_factory=dict)     # buffer -> index at which this group writes it
+    closed: bool = False
+
+    @property
+    def outer(self) -> list[Var]:
+        return [v for v in self.axes if v not in self.reduced]
+
+
+Step = Group | Call
+
+
+def fuse(lowered: Lowered) -> list[Step]:
+    """Group the definitions of a lowered graph. Returns the steps in an order that respects every dependency."""
+    return _Fusion(lowered).run()
+
+
+class _Fusion:
+    def __init__(self, lowered: Lowered) -> None:
+        self.buffers = lowered.buffers
+        self.defs = lowered.defs
+        self.steps: list[Step] = []
+        self.before: list[int] = []                 # bitmask of the steps that must come before each step
+        self.writer: dict[str, int] = {}            # memory -> step that wrote it last
+        self.readers: dict[str, set[int]] = {}      # memory -> steps that read it since
+        self.by_buffer: dict[str, set[int]] = {}    # buffer -> groups that read it
+        self.memory = _memory_names(lowered)
+        self.fresh = 0
+
+    def run(self) -> list[Step]:
+        for d in self.defs:
+            reads = _reads(d)
+            deps = self._dependencies(d, reads)
+            place = None if isinstance(d, (Call, Scatter)) else self._best(d, reads, deps)
+            if place is None:
+                place = self._new_step(d, reads)
+            self._record(place, d, reads, deps)
+        return self._ordered()
+
+    # -- dependencies --------------------------------------------------------------------------------------------
+
+    def _dependencies(self, d: Def, reads: list[tuple[str, Indices]]) -> set[int]:
+        deps: set[int] = set()
+        for name in {n for n, _ in reads}:
+            memory = self.memory[name]
+            if memory in self.writer:
+                deps.add(self.writer[memory])
+        for memory in self._written(d):
+            if memory in self.writer:
+                deps.add(self.writer[memory])
+            deps |= self.readers.get(memory, set())
+        return deps
+
+    def _written(self, d: Def) -> set[str]:
+        return {self.memory[b.name] for b in d.outputs if b is not None}
+
+    def _record(self, step: int, d: Def, reads: list[tuple[str, Indices]], deps: set[int]) -> None:
+        mask = 0
+        for s in deps - {step}:
+            mask |= self.before[s] | (1 << s)
+        if mask & ~self.before[step]:
+            self.before[step] |= mask
+            bit = 1 << step
+            for s in range(len(self.steps)):
+                if self.before[s] & bit:
+                    self.before[s] |= mask
+        for memory in self._written(d):
+            self.writer[memory] = step
+            self.readers[memory] = set()
+        for name in {n for n, _ in reads}:
+            self.readers.setdefault(self.memory[name], set()).add(step)
+            self.by_buffer.setdefault(name, set()).add(step)
+
+    def _new_step(self, d: Def, reads: list[tuple[str, Indices]]) -> int:
+        if isinstance(d, Call):
+            self.steps.append(d)
+        else:
+            own = [*d.vars, *(d.rvars if isinstance(d, Reduction) else ())]  # type: ignore[attr-defined]
+            mapping: Mapping = {v: ix.of(self._axis(v.size)) for v in own}
+            group = Group(closed=isinstance(d, Scatter))
+            group.axes = [_atom(mapping[v]) for v in own]
+            self.steps.append(group)
+            self._add(group, d, mapping, reads)
+        self.before.append(0)
+        return len(self.steps) - 1
+
+    def _axis(self, size: Index | None) -> Var:
+        self.fresh += 1
+        return Var(f"a{self.fresh}", size)
+
+    # -- choosing a group ----------------------------------------------------------------------------------------
+
+    def _best(self, d: Def, reads: list[tuple[str, Indices]], deps: set[int]) -> int | None:
+        candidates = set(deps)
+        for name, _ in reads:
+            candidates |= self.by_buffer.get(name, set())
+        best: tuple[int, int, Mapping] | None = None
+        for s in sorted(candidates, reverse=True):
+            group = self.steps[s]
+            if not isinstance(group, Group) or group.closed or len(group.members) >= MAX_MEMBERS:
+                continue
+            bit = 1 << s
+            if any(self.before[o] & bit for o in deps if o != s):
+                continue
+            mapping = self._join(group, d, reads)
+            if mapping is None:
+                continue
+            saved = self._saved(group, d, reads)
+            if best is None or saved > best[0]:
+                best = (saved, s, mapping)
+        if best is None or best[0] <= 0:
+            return None
+        _, step, mapping = best
+        group = self.steps[step]
+        assert isinstance(group, Group)
+        self._add(group, d, mapping, reads)
+        return step
+
+    def _saved(self, group: Group, d: Def, reads: list[tuple[str, Indices]]) -> int:
+        """Bytes not moved, with symbolic sizes taken as 256."""
+        seen = {n for m in group.members for n, _ in m.reads}
+        total = 0
+        for name in {n for n, _ in reads}:
+            if name in group.produced or name in seen:
+                total += _hint(self.buffers[name].nbytes) * (2 if name in group.produced else 1)
+        return total
+
+    def _add(self, group: Group, d: Def, mapping: Mapping, reads: list[tuple[str, Indices]]) -> None:
+        member = Member(d, mapping, reads)
+        group.members.append(member)
+        if isinstance(d, Reduction):
+            group.reduced |= {v for r in d.rvars for v in _loop_atoms(mapping[r])}
+        if isinstance(d, (Pointwise, Reduction)):
+            for b in d.outputs:
+                if b is not None:
+                    group.produced[b.name] = member.index(d.index)
+
+    # -- may it join? --------------------------------------------------------------------------------------------
+
+    def _join(self, group: Group, d: Def, reads: list[tuple[str, Indices]]) -> Mapping | None:
+        """The mapping under which d joins, or None."""
+        names = {p for m in group.members for p, _ in m.reads} | {n for n, _ in reads}
+        if len(names) + len(group.produced) > MAX_BUFFERS:
+            return None
+        for pairs in self._anchors(group, reads):
+            mapping, refine = _unify(pairs, d)
+            if mapping is None:
+                continue
+            axes = list(group.axes)
+            if refine:
+                if any(isinstance(m.definition, Reduction) and m.definition.scan for m in group.members):
+                    continue
+                extra = {g: self._refined(parts) for g, parts in refine.items()}
+                trial = _refine_group(group, {g: e[0] for g, e in extra.items()}, {g: e[1] for g, e in extra.items()})
+                mapping.update({v: ix.of(a) for g, parts in refine.items()
+                                for v, a in zip(parts, extra[g][1], strict=True)})
+            else:
+                trial = group
+            axes = list(trial.axes)
+            full = self._complete(trial, axes, d, mapping)
+            if full is None or not self._compatible(trial, d, full, reads):
+                continue
+            if refine:
+                group.axes, group.reduced = trial.axes, trial.reduced
+                group.members, group.produced = trial.members, trial.produced
+            return full
+        return None
+
+    def _refined(self, parts: list[Var]) -> tuple[Index, list[Var]]:
+        fresh = [self._axis(v.size) for v in parts]
+        return ix.linearize([ix.of(a) for a in fresh], [a.size for a in fresh]), fresh  # type: ignore[misc]
+
+    def _anchors(self, group: Group, reads: list[tuple[str, Indices]]) -> list[list[tuple[Index, Index]]]:
+        """Index pairs that must coincide: reads of the group's own values first, then shared reads."""
+        own = [list(zip(idx, group.produced[n], strict=True)) for n, idx in reads if n in group.produced]
+        if own:
+            return own
+        shared = []
+        for name, idx in reads:
+            for m in group.members:
+                for other, at in m.reads:
+                    if other == name:
+                        shared.append(list(zip(idx, m.index(at), strict=True)))
+        shared.sort(key=lambda pairs: -sum(not isinstance(p[0], int) for p in pairs))
+        return shared[:4]
+
+    def _complete(self, group: Group, axes: list[Var], d: Def, mapping: Mapping) -> Mapping | None:
+        """Give d's unmatched variables the unused axes of equal size, or fresh reduced axes."""
+        rvars = d.rvars if isinstance(d, Reduction) else ()
+        own = [*d.vars, *rvars]  # type: ignore[attr-defined]
+        used = {a for v in own if v in mapping for a in _loop_atoms(mapping[v])}
+        free = [a for a in axes if a not in used]
+        full = dict(mapping)
+        for v in own:
+            if v in full:
+                continue
+            pick = next((a for a in free if a.size == v.size), None)
+            if pick is not None:
+                free.remove(pick)
+                full[v] = ix.of(pick)
+            else:
+                return None
+        taken: list[ix.Atom] = [a for v in own for a in _loop_atoms(full[v])]
+        return full if len(taken) == len(set(taken)) else None
+
+    def _compatible(self, group: Group, d: Def, mapping: Mapping, reads: list[tuple[str, Indices]]) -> bool:
+        over = {a for v in d.vars for a in _loop_atoms(mapping[v])}  # type: ignore[attr-defined]
+        space, reduced = set(group.axes), group.reduced
+        rows = isinstance(d, Reduction)
+        if isinstance(d, Reduction):
+            under = {a for v in d.rvars for a in _loop_atoms(mapping[v])}
+            if over | under != space or (reduced and reduced != under):
+                return False
+            if not reduced and not self._may_reduce(group, under):
+                return False
+            new_reduced = under
+            if d.scan and len(d.rvars) == 1 and len(under) != 1:
+                return False
+        else:
+            new_reduced = reduced
+            if over == space:
+                rows = bool(reduced)
+            elif not reduced or over != space - reduced:
+                return False
+        member = Member(d, mapping, reads)
+        for name, idx in reads:
+            if name in group.produced and member.index(idx) != group.produced[name]:
+                return False
+            if name in group.produced and over != space and not isinstance(d, Reduction) and \
+                    any(a in reduced for i in group.produced[name] for a in _loop_atoms(i)):
+                return False
+        if not self._writes_are_safe(group, d, member):
+            return False
+        if not rows:
+            return True
+        later = any(n in group.produced and not self._full_level(group, n, new_reduced) for n, _ in reads)
+        scans = any(isinstance(m.definition, Reduction) and m.definition.scan for m in (*group.members, member))
+        return (not later and not scans) or self._row_fits(group, new_reduced, mapping, d)
+
+    def _may_reduce(self, group: Group, under: set[Var]) -> bool:
+        """Existing elementwise members must tolerate that some axes become reduced: they stay at full level."""
+        return all(set(group.axes) == {a for v in m.mapping.values() for a in _loop_atoms(v)} for m in group.members)
+
+    def _full_level(self, group: Group, name: str, reduced: set[Var]) -> bool:
+        return any(a in reduced for i in group.produced[name] for a in _loop_atoms(i)) or not reduced
+
+    def _writes_are_safe(self, group: Group, d: Def, member: Member) -> bool:
+        """A definition that overwrites memory the group reads must do so at the very point it is read."""
+        for b in d.outputs:
+            if b is None or b.kind not in ("input", "alias"):
+                continue
+            memory = self.memory[b.name]
+            mine = member.index(d.index)  # type: ignore[attr-defined]
+            for m in (*group.members, member):
+                for name, at in m.reads:
+                    if self.memory[name] == memory and m.index(at) != mine:
+                        return False
+        return True
+
+    def _row_fits(self, group: Group, reduced: set[Var], mapping: Mapping, d: Def) -> bool:
+        """Whether a row can be read again from cache by a later phase, and whether rows are enough for all cores."""
+        size = ix.product(v.size for v in reduced if v.size is not None)
+        rows = ix.product(v.size for v in group.axes if v not in reduced and v.size is not None)
+        if not isinstance(size, int):
+            return True
+        contiguous = False
+        for m in (*group.members, Member(d, mapping, _reads(d))):
+            for name, at in m.reads:
+                flat = self.buffers[name].flat(m.index(at)) if name in self.buffers else 0
+                contiguous |= any(ix.coefficient(flat, v) is not None and
+                                  ix.coefficient(flat, v)[0] == 1 for v in reduced)  # type: ignore[index]
+        if isinstance(rows, int) and rows < torch.get_num_threads() and size > MAX_ROW // 4:
+            return False
+        return size <= (MAX_ROW if contiguous else MAX_COLUMN)
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def _ordered(self) -> list[Step]:
+        """Steps after everything they depend on; among the ready ones, the earliest in program order first."""
+        done = 0
+        waiting = list(range(len(self.steps)))
+        out: list[Step] = []
+        while waiting:
+            k = next(i for i, s in enumerate(waiting) if self.before[s] & ~done == 0)
+            s = waiting.pop(k)
+            done |= 1 << s
+            out.append(self.steps[s])
+        return out
+
+
+def _atom(i: Index) -> Var:
+    assert isinstance(i, ix.Poly) and i.is_atom
+    return i.terms[0][0][0]  # type: ignore[return-value]
+
+
+def _loop_atoms(i: Index) -> list[Var]:
+    return sorted((a for a in ix.atoms(i) if isinstance(a, Var) and a.size is not None), key=lambda a: a.name)
+
+
+def _memory_names(lowered: Lowered) -> dict[str, str]:
+    """Which buffers share memory: scatter results live in their base."""
+    names = {n: n for n in lowered.buffers}
+    for d in lowered.defs:
+        if isinstance(d, Scatter):
+            names[d.outputs[0].name] = names[d.base.name]
+    return names
+
+
+def _reads(d: Def) -> list[tuple[str, Indices]]:
+    """What a definition reads, each access once. A scatter reads its base as well."""
+    if isinstance(d, Call):
+        return list({v.buffer.name: (v.buffer.name, ()) for v in views((d.args, d.kwargs))}.values())
+    roots: list[Expr] = [d.expr]  # type: ignore[attr-defined]
+    if isinstance(d, Scatter):
+        roots += [a.payload for i in d.target if isinstance(i, ix.Poly) for a in ix.atoms(i)
+                  if isinstance(a, ix.Opaque)]
+    found = dict.fromkeys((e.args[0], e.args[1]) for e in ex.walk(*roots) if e.op == "at")
+    if isinstance(d, Scatter):
+        found[(d.base.name, ())] = None
+    return list(found)
+
+
+def _hint(n: Index) -> int:
+    return n if isinstance(n, int) else int(ix.evaluate(n, lambda a: 256))
+
+
+def _linearization(i: Index) -> list[Var] | None:
+    """[v0, v1, ...] when i is the row-major position over those variables, outermost first."""
+    if not isinstance(i, ix.Poly):
+        return None
+    vs = _loop_atoms(i)
+    parts = [(v, ix.coefficient(i, v)) for v in vs]
+    if any(p is None for _, p in parts):
+        return None
+    remaining = {v: p[0] for v, p in parts if p is not None}
+    order: list[Var] = []
+    step: Index = 1
+    while remaining:
+        nxt = next((v for v, c in remaining.items() if c == step), None)
+        if nxt is None or nxt.size is None:
+            return None
+        order.append(nxt)
+        step = step * nxt.size
+        del remaining[nxt]
+    order.reverse()
+    whole = ix.linearize([ix.of(v) for v in order], [v.size for v in order])  # type: ignore[misc]
+    return order if whole == i else None
+
+
+def _unify(pairs: list[tuple[Index, Index]], d: Def) -> tuple[Mapping | None, dict[Var, list[Var]]]:
+    """Solve `index of d == index of the group` for d's variables; group axes that d sees finer are to be refined."""
+    mapping: Mapping = {}
+    refine: dict[Var, list[Var]] = {}
+    later: list[tuple[Index, Index]] = []
+    for mine, theirs in pairs:
+        if isinstance(mine, ix.Poly) and mine.is_atom and isinstance(mine.terms[0][0][0], Var):
+            v = _atom(mine)
+            if v in mapping:
+                later.append((mine, theirs))
+                continue
+            line = _linearization(theirs)
+            if line is None or ix.product(a.size for a in line if a.size is not None) != v.size:
+                return None, {}
+            mapping[v] = theirs
+        elif isinstance(mine, ix.Poly) and isinstance(theirs, ix.Poly) and theirs.is_atom:
+            parts = _linearization(mine)
+            g = _atom(theirs)
+            if parts is None or g in refine or any(p in mapping for p in parts) or \
+                    ix.product(p.size for p in parts if p.size is not None) != g.size:
+                later.append((mine, theirs))
+            else:
+                refine[g] = parts
+        else:
+            later.append((mine, theirs))
+    if refine:
+        return (mapping, refine) if not later else (None, {})
+    for mine, theirs in later:
+        if ix.substitute(mine, mapping) != theirs:
+            return None, {}
+    return mapping, {}
+
+
+def _refine_group(group: Group, into: dict[Var, Index], parts: dict[Var, list[Var]]) -> Group:
+    """The same group over finer axes."""
+    swap: Mapping = dict(into)
+    out = Group(closed=group.closed)
+    for a in group.axes:
+        out.axes += parts.get(a, [a])
+    out.reduced = {x for a in group.reduced for x in parts.get(a, [a])}
+    out.members = [Member(m.definition, {v: ix.substitute(i, swap) for v, i in m.mapping.items()}, m.reads)
+                   for m in group.members]
+    out.produced = {n: tuple(ix.substitute(i, swap) for i in idx) for n, idx in group.produced.items()}
+    return out

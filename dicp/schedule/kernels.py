@@ -1,0 +1,317 @@
+"""From fused groups to kernels: forward values, drop needless stores, order and merge axes.
+
+    group { t = x + y; u = relu(t) }, t read nowhere else   ->   kernel: out[i] = maximum(x[i] + y[i], 0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr
+from dicp.ir.index import Index, Var
+from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store
+from dicp.schedule.defs import Buffer, Call, Pointwise, Reduction, Scatter, View, views
+from dicp.schedule.fuse import Group, Member, Step
+from dicp.schedule.lower import Lowered
+
+
+@dataclass(eq=False)
+class Launch:
+    """One kernel call: the buffers bound to the kernel's parameters, in order. `checks`: numbers of its index checks."""
+
+    kernel: Kernel
+    buffers: tuple[Buffer, ...]
+    first_check: int = 0
+    in_place: frozenset[str] = frozenset()      # inputs that the output may overwrite: read only at the stored index
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+
+Item = Launch | Call
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A kernel before its axes are settled."""
+
+    body: list[Statement] = field(default_factory=list)
+    checks: list[int] = field(default_factory=list)
+
+
+def build_kernels(steps: list[Step], lowered: Lowered) -> list[Item]:
+    """Turn groups into kernel launches; calls pass through."""
+    outside = _read_outside(steps, lowered)
+    items: list[Item] = []
+    messages: list[str] = []
+    for step in steps:
+        if isinstance(step, Call):
+            items.append(step)
+            continue
+        launch = _launch(step, lowered, outside, messages)
+        if launch is not None:
+            items.append(launch)
+    lowered.checks = messages
+    return items
+
+
+def _read_outside(steps: list[Step], lowered: Lowered) -> set[str]:
+    """Buffers that must be in memory: read by another step than the one that computes them, or returned."""
+    producer = {n: g for g in steps if isinstance(g, Group) for m in g.members for n in
+                (b.name for b in m.definition.outputs)}
+    needed = {v.buffer.name for v in views(lowered.outputs)}
+    for step in steps:
+        if isinstance(step, Call):
+            needed |= {v.buffer.name for v in views((step.args, step.kwargs))}
+            continue
+        for m in step.members:
+            needed |= {n for n, _ in m.reads if producer.get(n) is not step}
+            if isinstance(m.definition, Scatter):
+                needed |= {m.definition.base.name, m.definition.outputs[0].name}
+    return needed
+
+
+def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[str]) -> Launch | None:
+    draft = _body(group, lowered, outside)
+    if not draft.body:
+        return None
+    axes = [Axis(v, v in group.reduced) for v in group.axes]
+    body = _drop_dead(draft.body)
+    body, axes = _settle_axes(body, axes)
+    body, checks = _number_checks(body)
+    first = len(messages)
+    messages += [lowered.checks[c] for c in checks]
+    used = _sizes(body, axes)
+    params, buffers = _params(body, lowered)
+    name = _name(group)
+    origins = tuple(dict.fromkeys(m.definition.note for m in group.members if m.definition.note))
+    kernel = Kernel(name, tuple(axes), params, used, tuple(body), origins)
+    reads = frozenset(e.args[0] for s in body for e in _all_exprs(s) if e.op == "load")
+    writes = frozenset(s.buffer for s in body if isinstance(s, Store))
+    return Launch(kernel, buffers, first, _overwritable(body), reads, writes)
+
+
+def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
+    """Statements of a group, its own values forwarded instead of read back."""
+    draft = _Draft()
+    forwarded: dict[str, Expr] = {}
+
+    def read(x: Expr) -> Expr | None:
+        if x.op != "at":
+            return None
+        name, idx = x.args
+        if name in forwarded:
+            return forwarded[name]
+        buffer = lowered.buffers[name]
+        return Expr("load", (name, buffer.flat(idx)), ex.compute_dtype(buffer.dtype))
+
+    def resolve(e: Expr, m: Member) -> Expr:
+        mapped = ex.rewrite((e,), lambda x: None, lambda i: ix.substitute(i, m.mapping))[0]
+        return ex.rewrite((mapped,), read)[0]
+
+    for m in group.members:
+        d = m.definition
+        if isinstance(d, Pointwise):
+            out = d.outputs[0]
+            value = ex.cast(resolve(d.expr, m), out.dtype)
+            if value.note is None and value.op not in ("const", "index"):
+                value.note = d.note
+            if out.name in outside or out.kind == "input":
+                draft.body.append(Store(out.name, out.flat(m.index(d.index)), value, note=d.note))
+            forwarded[out.name] = value
+        elif isinstance(d, Reduction):
+            _reduction(d, m, resolve(d.expr, m), outside, draft, forwarded)
+        elif isinstance(d, Scatter):
+            out = d.outputs[0]
+            value = ex.cast(resolve(d.expr, m), out.dtype)
+            probe = Expr("index", (out.flat(d.target),), value.dtype)
+            target = resolve(probe, m)
+            flat: Index = target.args[0] if target.op == "index" else int(target.args[0])
+            draft.body.append(Store(out.name, flat, value, d.mode, d.unique, d.note))
+    return draft
+
+
+def _reduction(d: Reduction, m: Member, value: Expr, outside: set[str], draft: _Draft,
+               forwarded: dict[str, Expr]) -> None:
+    refs = tuple(b.name for b in d.outputs)
+    draft.body.append((Scan if d.scan else Reduce)(refs, d.kind, value, d.note))
+    for k, b in enumerate(d.outputs):
+        position = d.kind in ("argmax", "argmin") and (not d.scan or k == 1)
+        own = ex.compute_dtype(b.dtype) if position or d.kind in ("any", "all") else value.dtype
+        ref = ex.cast(Expr("ref", (b.name,), own), b.dtype)
+        forwarded[b.name] = ref
+        if b.name in outside:
+            draft.body.append(Store(b.name, b.flat(m.index(d.index)), ref, note=d.note))
+
+
+def _all_exprs(s: Statement) -> list[Expr]:
+    roots = [s.value]
+    if isinstance(s, Store) and isinstance(s.index, ix.Poly):
+        roots += [a.payload for a in ix.atoms(s.index) if isinstance(a, ix.Opaque)]
+    return ex.walk(*roots)
+
+
+def _drop_dead(body: list[Statement]) -> list[Statement]:
+    """Without the reductions nobody reads."""
+    live: set[str] = set()
+    out: list[Statement] = []
+    for s in reversed(body):
+        if isinstance(s, Store) or live & set(s.refs):
+            out.append(s)
+            live |= {e.args[0] for e in _all_exprs(s) if e.op == "ref"}
+    return out[::-1]
+
+
+# -- axes --------------------------------------------------------------------------------------------------------
+
+
+def _accesses(body: list[Statement]) -> list[Index]:
+    """Flat positions of every load and store, the heaviest statement's store first."""
+    stores = [s.index for s in body if isinstance(s, Store)]
+    loads = [e.args[1] for s in body for e in _all_exprs(s) if e.op == "load"]
+    return list(dict.fromkeys(stores + loads))
+
+
+def _stride(i: Index, v: Var) -> int:
+    """How far apart in memory two neighbours along v are (symbolic factors count as 1024; indirect as far)."""
+    split = ix.coefficient(i, v)
+    if split is None:
+        return 1 << 20
+    return abs(split[0]) if isinstance(split[0], int) else abs(int(ix.evaluate(split[0], lambda a: 1024)))
+
+
+def _settle_axes(body: list[Statement], axes: list[Axis]) -> tuple[list[Statement], list[Axis]]:
+    """Order axes by stride (outermost largest; reduced ones after the outer ones) and merge neighbours."""
+    accesses = _accesses(body)
+
+    def far(a: Axis) -> tuple[int, int]:
+        strides = [_stride(i, a.var) for i in accesses]
+        near = sum(1 for s in strides if s == 1)
+        return (-near, max(strides, default=0)) if near else (0, max(strides, default=0))
+
+    scanning = any(isinstance(s, Scan) for s in body)
+    positions = any(isinstance(s, Reduce) and s.kind in ("argmax", "argmin") for s in body)
+    outer = sorted((a for a in axes if not a.reduced), key=far, reverse=True)
+    inner = [a for a in axes if a.reduced]
+    if not positions and not scanning:          # argmax positions count in logical order
+        inner.sort(key=far, reverse=True)
+    axes = outer + inner
+    return _merge(body, axes, accesses)
+
+
+def _merge(body: list[Statement], axes: list[Axis], accesses: list[Index]) -> tuple[list[Statement], list[Axis]]:
+    """a < m, b < n with every position linear in n*a + b  ->  one axis of m*n."""
+    values = [e.args[0] for s in body for e in _all_exprs(s) if e.op == "index"]
+    k = 0
+    while k + 1 < len(axes):
+        a, b = axes[k], axes[k + 1]
+        pairs = [(ix.coefficient(i, a.var), ix.coefficient(i, b.var)) for i in accesses]
+        joint = a.reduced == b.reduced and not any(ix.depends(i, a.var) or ix.depends(i, b.var) for i in values) and \
+            all(p is not None and q is not None and p[0] == q[0] * b.size for p, q in pairs)
+        if not joint:
+            k += 1
+            continue
+        merged = Axis(Var(b.var.name, a.size * b.size), a.reduced)
+        swap: dict[ix.Atom, Index] = {a.var: 0, b.var: ix.of(merged.var)}
+        body = _substitute(body, swap)
+        axes[k: k + 2] = [merged]
+        accesses = [ix.substitute(i, swap) for i in accesses]
+        k = max(k - 1, 0)
+    return _rename(body, axes)
+
+
+def _rename(body: list[Statement], axes: list[Axis]) -> tuple[list[Statement], list[Axis]]:
+    """Axes called i0, i1, ... from the outside in."""
+    new = [Axis(Var(f"i{k}", a.size), a.reduced) for k, a in enumerate(axes)]
+    swap: dict[ix.Atom, Index] = {a.var: ix.of(n.var) for a, n in zip(axes, new, strict=True)}
+    return _substitute(body, swap), new
+
+
+def _substitute(body: list[Statement], swap: dict[ix.Atom, Index]) -> list[Statement]:
+    def on_index(i: Index) -> Index:
+        return ix.substitute(i, swap)
+
+    return _rewrite_body(body, lambda x: None, on_index)
+
+
+def _rewrite_body(body: list[Statement], leaf, on_index) -> list[Statement]:  # type: ignore[no-untyped-def]
+    """Every expression and store index rewritten; expressions shared between statements stay shared."""
+    roots = [s.value for s in body]
+    spots: list[int] = []
+    for k, s in enumerate(body):
+        if isinstance(s, Store) and isinstance(s.index, ix.Poly):
+            roots.append(Expr("index", (s.index,), ex.torch.int64))
+            spots.append(k)
+    done = ex.rewrite(tuple(roots), leaf, on_index)
+    flats = {k: e.args[0] for k, e in zip(spots, done[len(body):], strict=True)}
+    out: list[Statement] = []
+    for k, s in enumerate(body):
+        if isinstance(s, Store):
+            out.append(Store(s.buffer, flats.get(k, s.index), done[k], s.mode, s.unique, s.note))
+        else:
+            out.append(type(s)(s.refs, s.kind, done[k], s.note))
+    return out
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------
+
+
+def _number_checks(body: list[Statement]) -> tuple[list[Statement], list[int]]:
+    """Index checks numbered from 0 within the kernel, so that equal kernels stay equal."""
+    numbers = list(dict.fromkeys(e.args[3] for s in body for e in _all_exprs(s) if e.op == "check"))
+    if not numbers:
+        return body, []
+
+    def leaf(x: Expr) -> Expr | None:
+        if x.op == "check":
+            return Expr("check", (*x.args[:3], numbers.index(x.args[3])), x.dtype, x.note)
+        return None
+
+    return _rewrite_body(body, leaf, lambda i: i), numbers
+
+
+def _sizes(body: list[Statement], axes: list[Axis]) -> tuple[Var, ...]:
+    found: dict[str, Var] = {}
+    indices = [a.size for a in axes] + _accesses(body) + \
+        [e.args[0] for s in body for e in _all_exprs(s) if e.op == "index"]
+    for i in indices:
+        for a in ix.atoms(i):
+            if isinstance(a, Var) and a.size is None:
+                found[a.name] = a
+    return tuple(found[n] for n in sorted(found))
+
+
+def _params(body: list[Statement], lowered: Lowered) -> tuple[tuple[Param, ...], tuple[Buffer, ...]]:
+    reads = dict.fromkeys(e.args[0] for s in body for e in _all_exprs(s) if e.op == "load")
+    writes = dict.fromkeys(s.buffer for s in body if isinstance(s, Store))
+    updated = {s.buffer for s in body if isinstance(s, Store) and s.mode != "set"}
+    names = list(dict.fromkeys([*reads, *writes]))
+    buffers = tuple(lowered.buffers[n] for n in names)
+    params = tuple(Param(n, lowered.buffers[n].dtype, n in writes, n in reads or n in updated) for n in names)
+    return params, buffers
+
+
+def _overwritable(body: list[Statement]) -> frozenset[str]:
+    """Loaded buffers every read of which is at the one position that some statement stores to."""
+    stores = {s.index for s in body if isinstance(s, Store) and s.mode == "set"}
+    at: dict[str, set[Index]] = {}
+    for s in body:
+        for e in _all_exprs(s):
+            if e.op == "load":
+                at.setdefault(e.args[0], set()).add(e.args[1])
+    return frozenset(n for n, where in at.items() if len(where) == 1 and where <= stores)
+
+
+def _name(group: Group) -> str:
+    """A name that says what was fused, for profiles and generated code."""
+    words: list[str] = []
+    for m in group.members:
+        word = m.definition.note.split(" ")[0].split(".")[0].lstrip("_")
+        if word and (not words or words[-1] != word):
+            words.append(word)
+    text = "_".join(words[:6]) or "kernel"
+    return "".join(c if c.isalnum() else "_" for c in text)[:60]
+
+
+__all__ = ["Item", "Launch", "View", "build_kernels"]

@@ -1,0 +1,109 @@
+"""Long reductions with few results, split in two so that every core has work.
+
+    out[c] = sum over (n, h, w) x[n, h, w, c]   ->   part[n, c] = sum over (h, w) x[n, h, w, c];  out[c] = sum over n part[n, c]
+
+Splitting also bounds the rounding error of long float sums: partial sums are added pairwise-like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr
+from dicp.ir.index import Var
+from dicp.ir.value import Indices, Shape, Value
+
+MIN_EXTENT = 4096       # elements under one result below which a split costs more than it brings
+MIN_WORK = 1 << 16      # elements in all
+SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "welford")
+COLUMN_BLOCK = 64       # results a core takes at a time when they are contiguous
+
+
+@dataclass(frozen=True)
+class Split:
+    """`lead` leading dims of the extent become results; with `factor`, the first dim is cut into that many pieces."""
+
+    lead: int
+    factor: int | None
+
+    def build(self, builder: Any, kind: str, shape: Shape, extent: Shape, dtypes: tuple[torch.dtype, ...],
+              fn: Callable[[Indices, Indices], Expr]) -> tuple[Value, ...]:
+        head, tail = extent[: self.lead], extent[self.lead:]
+        if self.factor is not None:
+            assert isinstance(extent[0], int)
+            piece = extent[0] // self.factor
+            head, tail = (self.factor,), (piece, *extent[1:])
+
+            def ridx(part: Indices, rest: Indices) -> Indices:
+                return (part[0] * piece + rest[0], *rest[1:])
+        else:
+            def ridx(part: Indices, rest: Indices) -> Indices:
+                return (*part, *rest)
+        n = len(head)
+
+        def partial(idx: Indices, rest: Indices) -> Expr:
+            return fn(idx[n:], ridx(idx[:n], rest))
+
+        wide = fn(builder._vars(shape), builder._vars(extent, "r")).dtype
+        part_dtypes = tuple(torch.bool if kind in ("any", "all") else wide for _ in dtypes)
+        parts = builder._reduction(kind, (*head, *shape), tail, part_dtypes, partial)
+        if kind == "welford":
+            count = ix.product(tail)
+            mean, m2 = builder._reduction("welford", shape, head, dtypes, lambda i, r: parts[0]((*r, *i)))
+            rest = builder._reduction("sum", shape, head, dtypes[1:], lambda i, r: parts[1]((*r, *i)))[0]
+            scale = ex.cast(ex.index_value(count), wide)
+            return mean, Value(shape, dtypes[1], lambda i: rest(i) + scale * m2(i))
+        return tuple(builder._reduction(kind, shape, head, dtypes, lambda i, r: parts[0]((*r, *i))))
+
+
+def split_extent(kind: str, shape: Shape, extent: Shape, sample: Expr, buffers: dict[str, Any]) -> Split | None:
+    """How to split, or None. Sizes must be static: a symbolic extent is reduced whole."""
+    if kind not in SPLITTABLE or not all(isinstance(n, int) for n in (*shape, *extent)):
+        return None
+    results, under = _count(shape), _count(extent)
+    threads = torch.get_num_threads()
+    if under < MIN_EXTENT or results * under < MIN_WORK or threads == 1:
+        return None
+    last = next((k for k in range(len(extent) - 1, -1, -1) if extent[k] != 1), 0)
+    enough = 4 * threads if _rows(sample, Var(f"r{last}", extent[last]), buffers) else 4 * threads * COLUMN_BLOCK
+    if results >= enough:
+        return None
+    total = 1
+    for lead in range(1, len(extent)):
+        total *= extent[lead - 1]  # type: ignore[operator]
+        if total >= threads and under // total >= 16:
+            return Split(lead, None) if total <= 64 * threads else _cut(extent, threads)
+    return _cut(extent, threads)
+
+
+def _cut(extent: Shape, threads: int) -> Split | None:
+    first = extent[0]
+    assert isinstance(first, int)
+    for pieces in (8 * threads, 4 * threads, 2 * threads, threads, *range(2, 65)):
+        if pieces > 1 and first % pieces == 0 and first > pieces:
+            return Split(0, pieces)
+    return None
+
+
+def _count(xs: Shape) -> int:
+    out = 1
+    for x in xs:
+        assert isinstance(x, int)
+        out *= x
+    return out
+
+
+def _rows(sample: Expr, inner: Var, buffers: dict[str, Any]) -> bool:
+    """Whether the innermost reduced dim is contiguous in (most of) what is read."""
+    votes = 0
+    for e in ex.walk(sample):
+        if e.op == "at" and e.args[0] in buffers:
+            split = ix.coefficient(buffers[e.args[0]].flat(e.args[1]), inner)
+            votes += 1 if split is not None and split[0] == 1 else -1
+    return votes > 0

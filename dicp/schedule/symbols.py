@@ -1,0 +1,74 @@
+"""Size symbols: from Dynamo's sympy expressions to Index, and back to where a program finds their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+
+from dicp.ir import index as ix
+from dicp.ir.index import Index, Var
+
+
+class Symbols:
+    """Converts sizes to Index. `host` holds the expressions that are not polynomials with floor division and modulo:
+    they become size symbols of their own, computed once per call."""
+
+    def __init__(self, shape_env: Any | None) -> None:
+        self.shape_env = shape_env
+        self.backed: dict[sympy.Symbol, Var] = {}
+        self.host: dict[sympy.Expr, Var] = {}
+        self.expressions: dict[Var, sympy.Expr] = {}
+
+    def index(self, value: Any) -> Index:
+        """An int, SymInt or sympy expression as an Index."""
+        if isinstance(value, (int, ix.Poly)):
+            return int(value) if isinstance(value, int) else value
+        if isinstance(value, torch.SymInt):
+            return self.index(value.node.expr)
+        if isinstance(value, sympy.Integer):
+            return int(value)
+        return self._convert(sympy.sympify(value))
+
+    def _convert(self, e: sympy.Expr) -> Index:
+        if isinstance(e, sympy.Integer):
+            return int(e)
+        if isinstance(e, sympy.Symbol):
+            return ix.of(self._symbol(e))
+        if isinstance(e, sympy.Add):
+            total: Index = 0
+            for a in e.args:
+                total = total + self._convert(a)
+            return total
+        if isinstance(e, sympy.Mul) and all(not isinstance(a, sympy.Rational) or a.is_integer for a in e.args):
+            return ix.product(self._convert(a) for a in e.args)
+        if isinstance(e, sympy.Pow) and isinstance(e.exp, sympy.Integer) and e.exp > 0:
+            return ix.product([self._convert(e.base)] * int(e.exp))
+        if isinstance(e, (FloorDiv, CleanDiv)) and ix.nonnegative(self._convert(e.args[1]) - 1):
+            return ix.floordiv(self._convert(e.args[0]), self._convert(e.args[1]))
+        if isinstance(e, (Mod, PythonMod)) and ix.nonnegative(self._convert(e.args[1]) - 1):
+            return ix.mod(self._convert(e.args[0]), self._convert(e.args[1]))
+        if e not in self.host:
+            var = Var(f"h{len(self.host)}", None, self._low(e))
+            self.host[e] = var
+            self.expressions[var] = e
+        return ix.of(self.host[e])
+
+    def _symbol(self, s: sympy.Symbol) -> Var:
+        if s not in self.backed:
+            var = Var(str(s), None, self._low(s))
+            self.backed[s] = var
+            self.expressions[var] = s
+        return self.backed[s]
+
+    def _low(self, e: sympy.Expr) -> int:
+        """A lower bound of a size, at least 0 (sizes are not negative)."""
+        if self.shape_env is None:
+            return 0
+        try:
+            low = self.shape_env.bound_sympy(e).lower
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return 0
+        return int(low) if isinstance(low, (int, sympy.Integer)) and low > 0 else 0
