@@ -74,7 +74,9 @@ class Config:
         codegen=True,
         choices=("auto", "avx512", "avx2", "portable"),
     )
-    layout: bool = _option(True, "Channels-last propagation where its cost estimate says it pays.", codegen=True)
+    layout: bool = _option(
+        True, "Channels-last propagation where its cost estimate says it pays.", codegen=True
+    )
     cuda_graphs: bool = _option(False, "Replay the compiled program as a CUDA graph.", codegen=True)
     max_autotune: bool = _option(False, "Time more candidates per kernel and library call.", codegen=True)
     interpret: bool = _option(
@@ -107,7 +109,9 @@ class Config:
 
     def fingerprint(self) -> str:
         """Stable text of the options that change what a compile produces."""
-        return ",".join(f"{name}={getattr(self, name)}" for name, f in FIELDS.items() if f.metadata["codegen"])
+        return ",".join(
+            f"{name}={getattr(self, name)}" for name, f in FIELDS.items() if f.metadata["codegen"]
+        )
 
 
 MODES: dict[str, dict[str, bool]] = {
@@ -144,7 +148,9 @@ def _parse(name: str, text: str, var: str) -> Any:
         try:
             return int(text)
         except ValueError:
-            raise OptionError(f"environment variable {var}={text!r} is not an int", todo="use digits") from None
+            raise OptionError(
+                f"environment variable {var}={text!r} is not an int", todo="use digits"
+            ) from None
     return text
 
 

@@ -1,6 +1,6 @@
 """Content-addressed store of built code, shared by many processes.
 
-    <root>/v1/entries/<digest>/   payload files + meta.json (key parts, sizes, checksums)
+    <root>/v1/entries/<digest>/   see dicp/runtime/entry.py
     <root>/v1/lock/<digest>       per-key lock (flock: the kernel drops it when its holder dies)
     <root>/v1/tmp/                entries being built or thrown away
 
@@ -16,9 +16,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
-import hashlib
 import io
-import json
 import logging
 import os
 import shutil
@@ -28,44 +26,21 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from dicp.config import Config
 from dicp.errors import CacheError
+from dicp.runtime.entry import META, Key, digest_of, fault_of, inspect_entry, parse_meta, read_meta, seal
 
 log = logging.getLogger("dicp.cache")
 
 FORMAT = "v1"
-META = "meta.json"
 LOCK_WAIT_S = 120.0
 _STALE_TMP_S = 60.0
 _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG}
 _UNWRITABLE |= {errno.ENOENT, errno.EIO, errno.ENAMETOOLONG, errno.EMLINK, errno.ESTALE}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """Address of an entry: the digest of everything that went into it."""
-
-    digest: str
-    parts: Mapping[str, str]
-
-    @staticmethod
-    def of(**parts: str) -> Key:
-        """Key from named parts, e.g. source, flags, compiler, isa, torch, dicp.  Never a rank, never a path."""
-        return Key(_digest(parts), parts)
-
-
-def content_hash(data: str | bytes) -> str:
-    """Short stable hash of a text, for use as a key part."""
-    return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=16).hexdigest()
-
-
-def _digest(parts: Mapping[str, str]) -> str:
-    return content_hash(json.dumps(dict(parts), sort_keys=True))
 
 
 @dataclasses.dataclass
@@ -95,7 +70,7 @@ def open_store(config: Config) -> Store:
     return _open_store(default_root(config), config.cache_size_mb << 20)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _open_store(root: Path, limit_bytes: int) -> Store:
     return Store(root, limit_bytes)
 
@@ -103,7 +78,9 @@ def _open_store(root: Path, limit_bytes: int) -> Store:
 class Store:
     """Entries under one root, at most about `limit_bytes` of them."""
 
-    def __init__(self, root: str | Path, limit_bytes: int = 2 << 30, lock_wait_s: float = LOCK_WAIT_S) -> None:
+    def __init__(
+        self, root: str | Path, limit_bytes: int = 2 << 30, lock_wait_s: float = LOCK_WAIT_S
+    ) -> None:
         self.root = Path(root).absolute()
         self.limit_bytes = limit_bytes
         self.lock_wait_s = lock_wait_s
@@ -135,7 +112,7 @@ class Store:
         if found := self.get(key):
             return found
         self._count("misses")
-        for home in (self._shared(), self._private_home):
+        for home in (self.folder(), self._private_home):
             if home is None:
                 continue
             try:
@@ -159,7 +136,7 @@ class Store:
                 return final
             with _scratch(home / "tmp") as scratch:
                 build(scratch)
-                _seal(scratch, key, label)
+                seal(scratch, key, label)
                 self._count("builds")
                 size = _size(scratch)
                 self._publish(scratch, final, home)
@@ -182,10 +159,10 @@ class Store:
     # -- places
 
     def _homes(self) -> list[Path]:
-        return [h for h in (self._shared(), self._private) if h is not None]
+        return [h for h in (self.folder(), self._private) if h is not None]
 
-    def _shared(self) -> Path | None:
-        """The shared home, made and checked; None where it cannot exist."""
+    def folder(self) -> Path | None:
+        """The shared home, made and checked; None where it cannot be made, CacheError where it is unsafe."""
         home = self.root / FORMAT
         if not self._checked:
             try:
@@ -209,7 +186,7 @@ class Store:
                     self._private = Path(tempfile.mkdtemp(prefix="dicp-"))
                 except OSError as e:
                     raise CacheError(
-                        f"neither the cache {self.root} nor a temporary folder can be written: {e.strerror or e}",
+                        f"neither {self.root} nor a temporary folder can be written: {e.strerror or e}",
                         todo="free some space, or point DICP_CACHE_DIR or TMPDIR to a folder you can write",
                     ) from e
                 atexit.register(_remove_if_mine, self._private, os.getpid())
@@ -275,7 +252,9 @@ class Store:
                         waited = True
                         self._count("waits")
                     if time.monotonic() > deadline:
-                        log.warning("waited %.0f s for another process's build; going on alone", self.lock_wait_s)
+                        log.warning(
+                            "waited %.0f s for another process's build; going on alone", self.lock_wait_s
+                        )
                         break
                     time.sleep(pause)
                     pause = min(pause * 1.5, 0.025)
@@ -295,8 +274,15 @@ class Store:
 
     def entries(self) -> list[Path]:
         """Folders of all entries, least recently used first."""
-        found = [e for home in self._homes() if (home / "entries").is_dir() for e in (home / "entries").iterdir()]
+        found = [
+            e for home in self._homes() if (home / "entries").is_dir() for e in (home / "entries").iterdir()
+        ]
         return sorted(found, key=_mtime)
+
+    def part_values(self, part: str) -> list[str]:
+        """Values one key part has among the entries, latest used first."""
+        metas = [meta for e in reversed(self.entries()) if (meta := read_meta(e)) is not None]
+        return list(dict.fromkeys(meta["parts"][part] for meta in metas if part in meta["parts"]))
 
     def _trim(self, home: Path, added: int, keep: str) -> None:
         """Evict least recently used entries once the limit is passed, down to 80 % of it."""
@@ -375,19 +361,22 @@ class Store:
                         raise CacheError(f"not a dicp cache archive: member {member.name!r}")
                     files.setdefault(parts[0], {})[parts[1]] = stream.read()
         except (tarfile.TarError, OSError, EOFError, zlib.error) as e:
-            raise CacheError(f"not a dicp cache archive, or a damaged one: {e}", todo="export it again") from e
-        added, refused = [], []
+            raise CacheError(
+                f"not a dicp cache archive, or a damaged one: {e}", todo="export it again"
+            ) from e
+        added: list[str] = []
+        refused: list[str] = []
         for name, payload in files.items():
             (added if self._add(name, payload) else refused).append(name)
         return added, refused
 
     def _add(self, name: str, payload: dict[str, bytes]) -> bool:
         try:
-            meta = _parse_meta(payload.get(META, b""))
-            key = Key(_digest(meta["parts"]), meta["parts"])
+            meta = parse_meta(payload.get(META, b""))
+            key = Key(digest_of(meta["parts"]), meta["parts"])
         except (ValueError, KeyError, TypeError):
             return False
-        if key.digest != name or _fault_of(name, payload) is not None:
+        if key.digest != name or fault_of(name, payload) is not None:
             return False
 
         def write(folder: Path) -> None:
@@ -397,70 +386,6 @@ class Store:
 
         self.get_or_build(key, write, str(meta.get("label", "")))
         return True
-
-
-# -- entries
-
-
-def read_meta(folder: Path) -> dict[str, Any] | None:
-    """An entry's meta: label, parts, files, created; None where unreadable."""
-    try:
-        return _parse_meta((folder / META).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def inspect_entry(folder: Path) -> str | None:
-    """What is wrong with an entry: None when sound, "absent" when not there."""
-    try:
-        with os.scandir(folder) as found:
-            listing = list(found)
-        payload = {}
-        for item in listing:
-            if not item.is_file(follow_symlinks=False):
-                return f"{item.name} is not a plain file"
-            with open(item.path, "rb") as f:
-                payload[item.name] = f.read()
-    except FileNotFoundError:
-        return "absent"
-    except OSError as e:
-        return f"unreadable: {e.strerror}"
-    return _fault_of(folder.name, payload)
-
-
-def _fault_of(name: str, payload: Mapping[str, bytes]) -> str | None:
-    try:
-        meta = _parse_meta(payload.get(META, b""))
-        files, parts = meta["files"], meta["parts"]
-        if _digest(parts) != name:
-            return "foreign: its key is another one"
-        if set(files) | {META} != set(payload):
-            return "files missing or added"
-        for file, (size, checksum) in files.items():
-            if len(payload[file]) != size or content_hash(payload[file]) != checksum:
-                return f"{file} is truncated or altered"
-    except (ValueError, KeyError, TypeError) as e:
-        return f"{META}: {e}"
-    return None
-
-
-def _seal(folder: Path, key: Key, label: str) -> None:
-    """Write the entry's meta: everything that lies in the folder, with size and checksum."""
-    files = {}
-    for item in sorted(folder.iterdir()):
-        data = item.read_bytes()
-        files[item.name] = (len(data), content_hash(data))
-    meta = {"label": label, "parts": dict(key.parts), "files": files, "created": time.time()}
-    body = json.dumps(meta, indent=1).encode()
-    (folder / META).write_bytes(content_hash(body).encode() + b"\n" + body)
-
-
-def _parse_meta(data: bytes) -> dict[str, Any]:
-    checksum, _, body = data.partition(b"\n")
-    if content_hash(body).encode() != checksum:
-        raise ValueError("checksum does not match")
-    meta: dict[str, Any] = json.loads(body)
-    return meta
 
 
 # -- files
@@ -553,6 +478,6 @@ def _remove_if_mine(folder: Path, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_once(message: str) -> None:
     log.warning("%s", message)

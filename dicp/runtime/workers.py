@@ -31,13 +31,16 @@ def worker_count(
 
 
 def cpu_quota(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs the tightest enclosing cgroup grants (v2 `cpu.max`, v1 `cpu.cfs_quota_us`), None when unlimited."""
+    """CPUs the tightest enclosing cgroup grants (v2 `cpu.max`, v1 `cpu.cfs_*`), None when unlimited."""
     limits = []
     for folder in _cgroup_folders(proc, cgroup, "cpu"):
         v2 = _read(folder / "cpu.max").split()
         if len(v2) == 2 and (quota := _int(v2[0])) and (period := _int(v2[1])):
             limits.append(quota / period)
-        quota_us, period_us = _int(_read(folder / "cpu.cfs_quota_us")), _int(_read(folder / "cpu.cfs_period_us"))
+        quota_us, period_us = (
+            _int(_read(folder / "cpu.cfs_quota_us")),
+            _int(_read(folder / "cpu.cfs_period_us")),
+        )
         if quota_us and quota_us > 0 and period_us:
             limits.append(quota_us / period_us)
     return min(limits, default=None)

@@ -1,10 +1,10 @@
 """Generated C++ units to loaded code: one shared library per unit, built in parallel, kept in the cache.
 
-One library per unit, not objects plus one link: linking one takes 0.01 s and loading it 0.1 ms, and each unit is
-then cached, shared between graphs and evicted on its own.
+One library per unit, not objects plus one link: linking one takes 0.01 s and loading it 0.1 ms, and each unit
+is then cached, shared between graphs and evicted on its own.
 
-The key of a unit knows the compiler by its identity, which the cache remembers: with everything cached, no
-compiler is run, and none has to be there.
+The key of a unit knows the compiler by its identity (version and target). With everything cached no compiler
+is run; where there is none, the identities found in the cache's own entries are tried.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from dicp.config import Config
 from dicp.errors import BuildError, DicpError, NoCompileError
-from dicp.runtime.cache import Key, Store, content_hash, open_store
+from dicp.runtime.cache import Store, open_store
+from dicp.runtime.entry import Key, content_hash
 from dicp.runtime.workers import worker_count
 from dicp.vendor.cpu_graph import toolchain
 from dicp.vendor.cpu_graph.toolchain import Flags, Toolchain
@@ -86,11 +88,12 @@ def build(units: Sequence[Unit], config: Config) -> Library:
     """
     start = time.perf_counter()
     store = open_store(config)
-    memory = _memory(store)
-    tools, reason = toolchain.find(config, memory)
+    tools, reason = toolchain.find(config, store.folder())
+    compilers = _compilers(tools, store)
+    variants = [(identity, toolchain.flags(config, identity)) for identity in compilers]
     distinct = {unit.source: unit for unit in reversed(units)}
     distinct = dict(reversed(distinct.items()))
-    plans = [_plan(unit, config, tools, store) for unit in distinct.values()]
+    plans = [_plan(unit, variants) for unit in distinct.values()]
     folders = {plan.unit.source: found for plan in plans if (found := _cached(plan, store)) is not None}
     hits = len(folders)
     todo = [plan for plan in plans if plan.unit.source not in folders]
@@ -107,7 +110,9 @@ def build(units: Sequence[Unit], config: Config) -> Library:
         before = store.stats.builds
         folders |= _compile_all(todo, tools, config, store)
         log.debug("compiled %d units, %d by this process", len(todo), store.stats.builds - before)
-    loaded = {plan.unit.source: _load(plan, folders[plan.unit.source], tools, config, store) for plan in plans}
+    loaded = {
+        plan.unit.source: _load(plan, folders[plan.unit.source], tools, config, store) for plan in plans
+    }
     stats = BuildStats(hits, len(todo), time.perf_counter() - start)
     digests = {plan.unit.source: folders[plan.unit.source].name for plan in plans}
     return Library(
@@ -119,26 +124,31 @@ def build(units: Sequence[Unit], config: Config) -> Library:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A unit with its flags and the keys it may be found under (several only where no compiler is)."""
+    """A unit with the keys it may be found under, and the flags of each (several only without a compiler)."""
 
     unit: Unit
-    flags: Flags
     keys: tuple[Key, ...]
+    flags: tuple[Flags, ...]
 
 
-def _plan(unit: Unit, config: Config, tools: Toolchain | None, store: Store) -> _Plan:
-    identities = [tools.identity] if tools else toolchain.remembered(_memory(store))
+def _plan(unit: Unit, variants: Sequence[tuple[str, Flags]]) -> _Plan:
     source = content_hash(unit.source)
-    keys = []
-    for identity in identities:
-        flags = toolchain.flags(config, identity)
-        parts = {**toolchain.environment_parts(), "compiler": identity, "isa": flags.isa}
-        keys.append(Key.of(source=source, flags=" ".join(flags.code), **parts))
-    return _Plan(unit, toolchain.flags(config, identities[0] if identities else ""), tuple(keys))
+    keys = [
+        Key.of(
+            source=source,
+            flags=" ".join(flags.code),
+            isa=flags.isa,
+            compiler=identity,
+            **toolchain.environment_parts(),
+        )
+        for identity, flags in variants
+    ]
+    return _Plan(unit, tuple(keys), tuple(flags for _, flags in variants))
 
 
-def _memory(store: Store) -> Path:
-    return store.root
+def _compilers(tools: Toolchain | None, store: Store) -> list[str]:
+    """Identities to look under: the compiler's, or all that built what the cache holds."""
+    return [tools.identity] if tools else store.part_values("compiler")
 
 
 def _cached(plan: _Plan, store: Store) -> Path | None:
@@ -169,7 +179,14 @@ def _compile(plan: _Plan, tools: Toolchain, config: Config, store: Store, jobs: 
 
     def fill(folder: Path) -> None:
         (folder / SOURCE).write_text(unit.source)
-        arguments = [*plan.flags.code, f"-I{toolchain.INCLUDE}", SOURCE, "-o", LIBRARY, *plan.flags.link]
+        arguments = [
+            *plan.flags[0].code,
+            f"-I{toolchain.INCLUDE}",
+            SOURCE,
+            "-o",
+            LIBRARY,
+            *plan.flags[0].link,
+        ]
         _run(tools, arguments, folder, config, store, jobs, unit)
 
     return store.get_or_build(plan.keys[0], fill, label=unit.name)
@@ -208,7 +225,9 @@ def _run(
         todo = "this is a fault of dicp or of the compiler, not of the model; the command alone: "
     shown = [str(kept) if a == SOURCE else "/dev/null" if a == LIBRARY else a for a in command]
     lines = output.splitlines()
-    head = lines[:_MESSAGE_LINES] + ([f"... {len(lines) - _MESSAGE_LINES} more lines"] if lines[_MESSAGE_LINES:] else [])
+    head = lines[:_MESSAGE_LINES] + (
+        [f"... {len(lines) - _MESSAGE_LINES} more lines"] if lines[_MESSAGE_LINES:] else []
+    )
     raise BuildError(
         what, message="\n".join(head), source=str(kept), where=unit.user_lines, todo=todo + shlex.join(shown)
     )
@@ -299,44 +318,39 @@ def _symbol(loaded: ctypes.CDLL, name: str) -> int | None:
 # -- launching
 
 
-@dataclasses.dataclass(frozen=True)
-class Launcher:
-    """Calls `int64_t fn(const int64_t*)` by address, the GIL released meanwhile.
+def get_launcher(config: Config | None = None) -> Callable[..., int]:
+    """`launch(fn_address, *ints) -> int`: calls `int64_t fn(const int64_t*)` with the GIL released.
 
-    launch(fn_address, *ints) -> int;  bind(fn_address, n) -> a callable of exactly n ints.
+    In C; where that cannot be built (no Python.h, no compiler) the same through ctypes.
     """
-
-    launch: Callable[..., int]
-    bind: Callable[[int, int], Callable[..., int]]
-    native: bool
+    return _launching(config or Config.make())[0]
 
 
-def get_launcher(config: Config | None = None) -> Launcher:
-    """The C launcher; where it cannot be built (no Python.h, no compiler), the same through ctypes."""
-    return _get_launcher(config or Config.make())
+def bind(fn_address: int, n: int, config: Config | None = None) -> Callable[..., int]:
+    """`bound(*ints) -> int` for one function of exactly n ints: `launch` with the address baked in."""
+    return _launching(config or Config.make())[1](fn_address, n)
 
 
 @functools.lru_cache(maxsize=8)
-def _get_launcher(config: Config) -> Launcher:
+def _launching(config: Config) -> tuple[Callable[..., int], Callable[[int, int], Callable[..., int]]]:
     try:
         module = _launcher_module(config)
     except (DicpError, ImportError) as e:
-        log.info("no native launcher, calls take about 2 us more: %s", e)
-        return Launcher(_ctypes_launch, _ctypes_bind, native=False)
-    return Launcher(module.launch, module.bind, native=True)
+        log.info("no native launcher, a call takes about 1 us more: %s", e)
+        return _ctypes_launch, _ctypes_bind
+    return module.launch, module.bind
 
 
-def _launcher_module(config: Config) -> object:
+def _launcher_module(config: Config) -> Any:
     headers = Path(sysconfig.get_paths()["include"])
     source = (Path(__file__).parent / "launcher.c").read_text()
     store = open_store(config)
-    tools, reason = toolchain.find(config, _memory(store))
-    abi = str(sysconfig.get_config_var("SOABI"))
+    tools, reason = toolchain.find(config, store.folder())
     code = ("-x", "c", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-    identities = [tools.identity] if tools else toolchain.remembered(_memory(store))
+    abi = str(sysconfig.get_config_var("SOABI"))
     keys = [
         Key.of(source=content_hash(source), flags=" ".join(code), python=abi, compiler=identity)
-        for identity in identities
+        for identity in _compilers(tools, store)
     ]
     folder = next((found for key in keys if (found := store.get(key)) is not None), None)
     if folder is None:
@@ -356,7 +370,8 @@ def _launcher_module(config: Config) -> object:
         folder = store.get_or_build(keys[0], fill, label="launcher")
     loader = importlib.machinery.ExtensionFileLoader("dicp_launcher", str(folder / LIBRARY))
     spec = importlib.util.spec_from_loader("dicp_launcher", loader)
-    assert spec is not None
+    if spec is None:
+        raise ImportError("no import spec for the launcher")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

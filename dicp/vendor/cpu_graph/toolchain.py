@@ -1,8 +1,8 @@
 """The C++ compiler, its identity, and the flags for this machine's vector instructions.
 
-Linking against the 434 MB libtorch_cpu.so takes ld 0.13 s per unit. The 8 KB libtorch.so names it as its own
-dependency, so a library linked to that one finds the same symbols when it is loaded, in 0.01 s; what ld cannot
-see it must then not complain about, and a misspelt symbol shows when the library is loaded.
+Linking against the 434 MB libtorch_cpu.so takes ld 0.2 s per unit. The 8 KB libtorch.so names it as its own
+dependency, so a library linked to that one finds the same symbols when it is loaded, in 0.01 s; what ld
+cannot see it must then not complain about, and a misspelt symbol shows when the library is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dicp.config import Config
 from dicp.errors import OptionError, ToolchainError
-from dicp.runtime.cache import content_hash
+from dicp.runtime.entry import content_hash
 
 log = logging.getLogger("dicp.build")
 
@@ -69,8 +69,8 @@ class Flags:
 def find(config: Config, memory: Path | None = None) -> tuple[Toolchain | None, str]:
     """The compiler and "", or None and why there is none.
 
-    `memory` is a folder where identities are remembered by the compiler's path, size and time, so that a later
-    process asks no compiler, and so that keys can be formed where there is none any more (`remembered`).
+    `memory` is a folder where identities are kept by the compiler's path, size and time, so that a later
+    process need not run the compiler to ask.
     """
     wanted = [config.cxx] if config.cxx else ["g++", "c++", "clang++"]
     reason = f"no C++ compiler: looked for {', '.join(wanted)}"
@@ -87,14 +87,9 @@ def find(config: Config, memory: Path | None = None) -> tuple[Toolchain | None, 
         except (OSError, subprocess.SubprocessError) as e:
             reason = f"the C++ compiler {path} does not work: {e}"
             continue
-        remember(memory, stamp, identity)
+        _remember(memory, stamp, identity)
         return Toolchain((path, *command[1:]), identity), ""
     return None, reason
-
-
-def remembered(memory: Path | None) -> list[str]:
-    """Identities of the compilers that were used with this cache, latest first."""
-    return list(dict.fromkeys(reversed(_recall(memory).values())))
 
 
 def missing(reason: str) -> ToolchainError:
@@ -105,7 +100,12 @@ def missing(reason: str) -> ToolchainError:
 def _ask(path: str, extra: list[str]) -> str:
     def run(flag: str) -> str:
         done = subprocess.run(
-            [path, *extra, flag], capture_output=True, text=True, timeout=30, check=True, stdin=subprocess.DEVNULL
+            [path, *extra, flag],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+            stdin=subprocess.DEVNULL,
         )
         return done.stdout.strip()
 
@@ -131,7 +131,7 @@ def _recall(memory: Path | None) -> dict[str, str]:
     return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
 
 
-def remember(memory: Path | None, stamp: str, identity: str) -> None:
+def _remember(memory: Path | None, stamp: str, identity: str) -> None:
     """Note a compiler as the latest used; a cache that cannot be written just forgets."""
     if memory is None:
         return
@@ -161,7 +161,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def host_isa(config: Config) -> str:
-    """The vector instructions to emit: what torch found, unless the `isa` option asks for less or for its own."""
+    """The vector instructions to emit: those torch uses here, unless the `isa` option names others."""
     has = cpu_flags()
     can = ["portable"]
     if {"avx2", "fma", "f16c"} <= has:
@@ -192,12 +192,14 @@ def flags(config: Config, identity: str = "") -> Flags:
         code += _AVX2
     if isa == "avx512":
         code += _AVX512
-        code += [flag for word, flag in _AVX512_EXTRA.items() if word in cpu_flags() and _knows(flag, identity)]
+        code += [
+            flag for word, flag in _AVX512_EXTRA.items() if word in cpu_flags() and _knows(flag, identity)
+        ]
     return Flags(isa, tuple(code), _link_flags("clang" in identity))
 
 
 def _knows(flag: str, identity: str) -> bool:
-    """Whether the compiler is new enough for an instruction set; only fp16 is younger than C++17 compilers."""
+    """Whether the compiler is new enough for an instruction set; only fp16 is younger than C++17."""
     if flag != "-mavx512fp16":
         return True
     version = identity.partition(" | ")[0].split()
@@ -251,7 +253,9 @@ def environment_parts() -> dict[str, str]:
 
     import dicp
 
-    headers = b"".join(p.name.encode() + b"\0" + p.read_bytes() for p in sorted(INCLUDE.glob("*")) if p.is_file())
+    headers = b"".join(
+        p.name.encode() + b"\0" + p.read_bytes() for p in sorted(INCLUDE.glob("*")) if p.is_file()
+    )
     return {
         "torch": torch.__version__,
         "dicp": str(getattr(dicp, "__version__", "0")),
