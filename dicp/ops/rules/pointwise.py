@@ -20,7 +20,7 @@ from dicp.ops.table import Body, Declined, Promote, Rule
 # Scalar parameters that take part in type promotion, as the tensors do; other Scalars are settings of the op.
 PROMOTING_SCALARS = frozenset(["self", "other", "exponent", "min", "max"])
 # Tensor parameters that keep their own dtype.
-SELECTORS = frozenset(["condition", "mask"])
+SELECTORS = frozenset(["condition", "mask", "pred"])
 # Parameters that say where or how a result is stored.
 STORAGE_SETTINGS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "inplace"])
 
@@ -33,7 +33,15 @@ def scalar_expr(x: Any, dtype: torch.dtype) -> Expr:
         return ex.cast(ex.index_value(x), dtype)
     if isinstance(x, numbers.Complex) and not isinstance(x, numbers.Real):
         raise Declined("a complex number")
-    return ex.const(x, dtype)
+    return ex.const(_wrapped(x, dtype), dtype)
+
+
+def _wrapped(x: Any, dtype: torch.dtype) -> Any:
+    """An integer as the integer dtype holds it (uint8: -1 -> 255)."""
+    if dtype.is_floating_point or dtype == torch.bool or not isinstance(x, int):
+        return x
+    info = torch.iinfo(dtype)
+    return (int(x) - info.min) % (info.max - info.min + 1) + info.min
 
 
 def constant(value: Any, shape: Shape, dtype: torch.dtype) -> Value:

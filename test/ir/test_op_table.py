@@ -1,0 +1,120 @@
+"""The op table against eager PyTorch: every rule, executed by the reference builder."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from dicp.ops.reference import Reference
+from dicp.ops.table import Declined, Row, table
+
+aten = torch.ops.aten
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 3.0, -3.0, 2.5, 100.0, -100.0, math.inf, -math.inf, math.nan]
+
+
+def lowered(op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What the op's rule gives, and what eager gives."""
+    expected = op(*args, **kwargs)
+    b = Reference()
+    node = SimpleNamespace(target=op, meta={"val": expected})
+    values, named = tree_map(lambda x: b.input(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    result = table()[op].lower(b, node, values, named)  # type: ignore[arg-type]
+    return tree_map(b.evaluate, result), expected
+
+
+def assert_same(actual: Any, expected: Any, **tolerance: float) -> None:
+    """Same shape, dtype and values, NaN included."""
+    if isinstance(expected, (tuple, list)):
+        assert len(actual) == len(expected)
+        for a, e in zip(actual, expected, strict=True):
+            assert_same(a, e, **tolerance)
+        return
+    torch.testing.assert_close(actual, expected, equal_nan=True, check_stride=False, **tolerance)
+
+
+def samples(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
+    """Special values, then random ones."""
+    g = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        x = torch.cat([torch.tensor(SPECIAL, dtype=torch.float64), torch.randn(count, generator=g, dtype=torch.float64)])
+        return x[torch.randperm(len(x), generator=g)][:count].to(dtype)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=g).bool()
+    info = torch.iinfo(dtype)
+    wide = torch.randint(max(info.min, -2**40), min(info.max, 2**40), (count // 2,), generator=g)
+    small = torch.randint(max(info.min, -4), 5, (count - count // 2,), generator=g)
+    return torch.cat([wide, small])[torch.randperm(count, generator=g)].to(dtype)
+
+
+def elementwise_rows() -> list[tuple[Row, OpOverload]]:
+    return [(r, op) for op, r in table().items() if r.kind == "elementwise"]
+
+
+# Settings that have no default, or need another value than 0.5.
+SETTINGS: dict[str, list[Any]] = {
+    "approximate": ["none", "tanh"], "rounding_mode": ["trunc", "floor", None], "decimals": [0, 1, -1],
+    "is_result": [False, True], "self_is_result": [False], "value": [2], "alpha": [1, 2], "eps": [None, 0.25],
+    "min_val": [-1.5], "max_val": [1.5], "beta": [2.0], "negative_slope": [0.25],
+}
+NUMBERS = [2, 0.5, 3, True]
+
+
+def calls(op: OpOverload, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Arguments for every choice of settings; tensors take the dtypes in turn."""
+    choices: list[list[Any]] = []
+    params = op._schema.arguments
+    kinds = itertools.cycle(dtypes)
+    for pos, p in enumerate(params):
+        kind = str(p.type)
+        if kind == "Tensor" or kind == "Optional[Tensor]":
+            dtype = torch.bool if p.name in ("mask", "condition") else next(kinds)
+            choices.append([samples(dtype, 48, seed=pos)])
+        elif p.name in SETTINGS:
+            choices.append(SETTINGS[p.name])
+        elif kind in ("number", "Optional[number]"):
+            choices.append(NUMBERS if p.name in ("self", "other", "exponent") else [0.5, 1])
+        elif kind == "float":
+            choices.append([0.5])
+        elif p.name == "dtype":
+            choices.append(FLOATS + INTEGERS)
+        else:
+            choices.append([p.default_value])
+    for chosen in itertools.product(*choices):
+        args = [x for x, p in zip(chosen, params, strict=True) if not p.kwarg_only]
+        kwargs = {p.name: x for x, p in zip(chosen, params, strict=True) if p.kwarg_only}
+        yield args, kwargs
+
+
+class TestElementwise:
+    @pytest.mark.parametrize("row,op", elementwise_rows(), ids=lambda x: str(x) if isinstance(x, OpOverload) else "")
+    def test_body_agrees_with_eager(self, row: Row, op: OpOverload) -> None:
+        ran = 0
+        kinds = [(d,) for d in FLOATS + INTEGERS] + [(torch.float32, torch.int64), (torch.int32, torch.bfloat16),
+                                                     (torch.uint8, torch.int16), (torch.bfloat16, torch.float32)]
+        for dtypes in kinds:
+            for args, kwargs in calls(op, dtypes):
+                try:
+                    op(*args, **kwargs)
+                except (RuntimeError, NotImplementedError, TypeError, IndexError, AssertionError):
+                    continue
+                try:
+                    actual, expected = lowered(op, *args, **kwargs)
+                except Declined:
+                    continue
+                low = any(isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) for a in args)
+                try:
+                    assert_same(actual, expected, **({"rtol": 0.02, "atol": 0.02} if low else {}))
+                except AssertionError as e:
+                    raise AssertionError(f"{dtypes} {args[1:]} {kwargs}: {e}") from None
+                ran += 1
+        assert ran, "eager accepted no arguments"
