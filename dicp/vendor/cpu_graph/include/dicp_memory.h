@@ -1,0 +1,195 @@
+// Loads, stores, gathers and scatters between storage types and the vectors of dicp_vec.h.
+#pragma once
+#include "dicp_vec.h"
+
+namespace dicp {
+
+// bf16 and half to and from float; one text for scalars and vectors. Ties round to even, NaN stays NaN.
+template <class I> DICP_INLINE auto bf16_to_float(I h) {
+  return as_float<choose<is_vec<I>, vf32, float>>((I)(h << 16));
+}
+template <class F> DICP_INLINE auto float_to_bf16(F x) {
+  auto u = as_bits(x);
+  return where(ne(x, x), 0x7fc0, (u + (((u >> 16) & 1) + 0x7fff)) >> 16);
+}
+#if DICP_AVX512 || DICP_AVX2
+DICP_INLINE float half_to_float(uint16_t h) { return __builtin_ia32_vcvtph2ps(isa::reg<short, 8>{(short)h})[0]; }
+DICP_INLINE uint16_t float_to_half(float x) { return __builtin_ia32_vcvtps2ph(isa::reg<float, 4>{x}, 0)[0]; }
+#endif
+#if DICP_AVX512
+DICP_INLINE vf32 half_to_float(isa::reg<uint16_t> h) {
+  return __builtin_ia32_vcvtph2ps512_mask((isa::reg<short>)h, vf32{}, -1, 4);
+}
+DICP_INLINE isa::reg<uint16_t> float_to_half(vf32 x) {
+  return (isa::reg<uint16_t>)__builtin_ia32_vcvtps2ph512_mask(x, 0, isa::reg<short>{}, -1);
+}
+#elif DICP_AVX2
+DICP_INLINE vf32 half_to_float(isa::reg<uint16_t> h) { return __builtin_ia32_vcvtph2ps256((isa::reg<short>)h); }
+DICP_INLINE isa::reg<uint16_t> float_to_half(vf32 x) { return (isa::reg<uint16_t>)__builtin_ia32_vcvtps2ph256(x, 0); }
+#else
+template <class F, class I> DICP_INLINE F half_bits_to_float(I h) {
+  I a = h & 0x7fff;
+  I normal = where(ge(a, 0x7c00), (a << 13) | 0x7f800000, (a << 13) + (112 << 23));
+  I subnormal = as_bits((F)(cast<F>(a) * 0x1p-24f));
+  return as_float<F>((I)(where(lt(a, 0x400), subnormal, normal) | ((h & 0x8000) << 16)));
+}
+template <class I, class F> DICP_INLINE I float_to_half_bits(F x) {
+  I u = as_bits(x), a = u & 0x7fffffff;
+  I normal = (a - (112 << 23) + (((a >> 13) & 1) + 0xfff)) >> 13;
+  I subnormal = as_bits((F)(as_float<F>(a) + 0.5f)) - 0x3f000000;  // one ulp of 0.5f is one ulp of a half subnormal
+  I finite = where(lt(a, 0x38800000), subnormal, normal);
+  I rounded = where(gt(a, 0x7f800000), 0x7e00, where(ge(a, 0x47800000), 0x7c00, finite));
+  return rounded | ((u >> 16) & 0x8000);
+}
+DICP_INLINE float half_to_float(uint16_t h) { return half_bits_to_float<float>((int32_t)h); }
+DICP_INLINE uint16_t float_to_half(float x) { return (uint16_t)float_to_half_bits<int32_t>(x); }
+DICP_INLINE vf32 half_to_float(isa::reg<uint16_t> h) {
+  return half_bits_to_float<vf32>(isa::convert<int32_t, uint16_t, LANES>(h));
+}
+DICP_INLINE isa::reg<uint16_t> float_to_half(vf32 x) {
+  return isa::convert<uint16_t, int32_t, LANES>(float_to_half_bits<vi32>(x));
+}
+#endif
+
+// round_bf16, round_half: the value a store and a load would give back
+template <class F> DICP_INLINE F round_bf16(F x) {
+  return bf16_to_float((bits_of<F>)float_to_bf16(x));
+}
+template <class F> DICP_INLINE F round_half(F x) { return half_to_float(float_to_half(x)); }
+
+// decode, encode: storage (rows of a vector, or one element) to and from the type that computes
+template <class T> using raw = choose<same<T, bf16> || same<T, half>, uint16_t, choose<same<T, bool>, uint8_t, T>>;
+
+template <class T> DICP_INLINE vec<T> decode(isa::rows<raw<T>> r) {
+  if constexpr (same<T, half>) return half_to_float(r);
+  else if constexpr (same<T, bf16>) return bf16_to_float(isa::convert<int32_t, uint16_t, LANES>(r));
+  else if constexpr (same<T, bool>) return {isa::convert<int32_t, uint8_t, LANES>(r) != 0};
+  else if constexpr (is_small_int<T>) return isa::convert<int32_t, T, LANES>(r);
+  else return r;
+}
+template <class T, class V> DICP_INLINE isa::rows<raw<T>> encode(V v) {
+  vec<T> x = cast<vec<T>>(v);
+  if constexpr (same<T, half>) return float_to_half(x);
+  else if constexpr (same<T, bf16>) return isa::convert<uint16_t, int32_t, LANES>(float_to_bf16(x));
+  else if constexpr (same<T, bool>) return isa::convert<uint8_t, int32_t, LANES>(x.m & 1);
+  else if constexpr (is_small_int<T>) return isa::convert<T, int32_t, LANES>(x);
+  else return x;
+}
+template <class T> DICP_INLINE scalar<vec<T>> decode_one(T x) {
+  if constexpr (same<T, half>) return half_to_float(x.bits);
+  else if constexpr (same<T, bf16>) return bf16_to_float((int32_t)x.bits);
+  else return x;
+}
+template <class T, class S> DICP_INLINE T encode_one(S s) {
+  auto x = (scalar<vec<T>>)s;
+  if constexpr (same<T, half>) return {float_to_half(x)};
+  else if constexpr (same<T, bf16>) return {(uint16_t)float_to_bf16(x)};
+  else return (T)x;
+}
+
+// load: lanes that are not covered or not in m read 0, and their memory is not touched
+template <class T> DICP_INLINE vec<T> load(const T* p, Full) { return decode<T>(isa::load_rows((const raw<T>*)p)); }
+template <class T> DICP_INLINE vec<T> load(const T* p, Lanes lanes) {
+  return decode<T>(isa::load_rows((const raw<T>*)p, isa::mask_of(lanes.n)));
+}
+template <class T> DICP_INLINE vec<T> load(const T* p, Full, vbool m) {
+  return decode<T>(isa::load_rows((const raw<T>*)p, isa::mask_of(m.m)));
+}
+template <class T> DICP_INLINE vec<T> load(const T* p, Lanes lanes, vbool m) {
+  return decode<T>(isa::load_rows((const raw<T>*)p, (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n))));
+}
+template <class T> DICP_INLINE auto load(const T* p, One) { return decode_one(*p); }
+template <class T> DICP_INLINE auto load(const T* p, One, bool m) { return m ? decode_one(*p) : scalar<vec<T>>(0); }
+
+// store: v is first cast to what computes T, then rounded to T
+template <class T, class V> DICP_INLINE void store(T* p, V v, Full) { isa::store_rows((raw<T>*)p, encode<T>(v)); }
+template <class T, class V> DICP_INLINE void store(T* p, V v, Lanes lanes) {
+  isa::store_rows((raw<T>*)p, encode<T>(v), isa::mask_of(lanes.n));
+}
+template <class T, class V> DICP_INLINE void store(T* p, V v, Full, vbool m) {
+  isa::store_rows((raw<T>*)p, encode<T>(v), isa::mask_of(m.m));
+}
+template <class T, class V> DICP_INLINE void store(T* p, V v, Lanes lanes, vbool m) {
+  isa::store_rows((raw<T>*)p, encode<T>(v), (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n)));
+}
+template <class T, class V> DICP_INLINE void store(T* p, V v, One) { *p = encode_one<T>(v); }
+template <class T, class V> DICP_INLINE void store(T* p, V v, One, bool m) {
+  if (m) *p = encode_one<T>(v);
+}
+
+// for_active: f(lane) for the lanes that are covered, and in m
+DICP_INLINE int count(Full) { return LANES; }
+DICP_INLINE int count(Lanes lanes) { return lanes.n; }
+template <class N, class F> DICP_INLINE void for_active(N lanes, F f) {
+  for (int i = 0; i < count(lanes); ++i) f(i);
+}
+template <class N, class F> DICP_INLINE void for_active(N lanes, vbool m, F f) {
+  for (int i = 0; i < count(lanes); ++i)
+    if (m.m[i]) f(i);
+}
+
+// gather: p[idx[i]], load_strided: p[i * stride]
+template <class T, class I, int... i> DICP_INLINE vec<T> gather_full(const T* p, I idx, isa::Seq<i...>) {
+  auto r = (const raw<T>*)p;
+  if constexpr (sizeof(T) == 8) return {isa::half_reg<T>{r[idx[i]]...}, isa::half_reg<T>{r[idx[i + LANES / 2]]...}};
+  else return decode<T>(isa::reg<raw<T>>{r[idx[i]]...});
+}
+template <class T, class I, class N, class... M> DICP_INLINE vec<T> gather(const T* p, I idx, N lanes, M... m) {
+  if constexpr (same<N, Full> && sizeof...(M) == 0) {
+    return gather_full(p, idx, isa::seq<sizeof(T) == 8 ? LANES / 2 : LANES>());
+  } else {
+    raw<T> buffer[LANES] = {};
+    for_active(lanes, m..., [&](int i) { buffer[i] = ((const raw<T>*)p)[idx[i]]; });
+    return decode<T>(isa::load_rows(buffer));
+  }
+}
+struct Stride {  // the index vector 0, stride, 2 stride, .. without computing it
+  int64_t stride;
+  DICP_INLINE int64_t operator[](int i) const { return i * stride; }
+};
+template <class T, class N, class... M> DICP_INLINE vec<T> load_strided(const T* p, int64_t stride, N lanes, M... m) {
+  return gather(p, Stride{stride}, lanes, m...);
+}
+
+// scatter: p[idx[i]] = v[i] in lane order, store_strided: p[i * stride] = v[i]
+template <class T, class I, class V, class N, class... M>
+DICP_INLINE void scatter(T* p, I idx, V v, N lanes, M... m) {
+  raw<T> buffer[LANES];
+  isa::store_rows(buffer, encode<T>(v));
+  for_active(lanes, m..., [&](int i) { ((raw<T>*)p)[idx[i]] = buffer[i]; });
+}
+template <class T, class V, class N, class... M>
+DICP_INLINE void store_strided(T* p, int64_t stride, V v, N lanes, M... m) {
+  scatter(p, Stride{stride}, v, lanes, m...);
+}
+
+// add_to, atomic_add: *p += v in the type that computes T
+template <class T, class S> DICP_INLINE void add_to(T* p, S v) {
+  *p = encode_one<T>(decode_one(*p) + (scalar<vec<T>>)v);
+}
+template <class T, class S> DICP_INLINE void atomic_add(T* p, S v) {
+  if constexpr (same<raw<T>, T> && !same<T, float> && !same<T, double>) {
+    __atomic_fetch_add(p, (T)v, __ATOMIC_RELAXED);
+  } else {
+    using Plain = choose<sizeof(T) == 8, uint64_t, choose<sizeof(T) == 4, uint32_t, uint16_t>>;
+    typedef Plain __attribute__((may_alias)) Bits;
+    Bits old = __atomic_load_n((Bits*)p, __ATOMIC_RELAXED), sum;
+    do {
+      sum = bitcast<Plain>(encode_one<T>(decode_one(bitcast<T>((Plain)old)) + (scalar<vec<T>>)v));
+    } while (!__atomic_compare_exchange_n((Bits*)p, &old, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  }
+}
+
+// scatter_add, scatter_atomic_add: p[idx[i]] += v[i] lane by lane, so equal indices all count
+template <class T, class I, class V, class N, class... M>
+DICP_INLINE void scatter_add(T* p, I idx, V v, N lanes, M... m) {
+  Array<vec<T>> value(cast<vec<T>>(v));
+  for_active(lanes, m..., [&](int i) { add_to(p + idx[i], value.at[i]); });
+}
+template <class T, class I, class V, class N, class... M>
+DICP_INLINE void scatter_atomic_add(T* p, I idx, V v, N lanes, M... m) {
+  Array<vec<T>> value(cast<vec<T>>(v));
+  for_active(lanes, m..., [&](int i) { atomic_add(p + idx[i], value.at[i]); });
+}
+
+}  // namespace dicp
