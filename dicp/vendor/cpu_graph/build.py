@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sysconfig
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dicp.config import Config
 from dicp.errors import BuildError, DicpError, NoCompileError
@@ -41,6 +42,7 @@ log = logging.getLogger("dicp.build")
 
 SOURCE, LIBRARY = "unit.cpp", "unit.so"
 _MESSAGE_LINES = 30
+_ROOM = 1 << 20  # bytes a build needs at the least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,13 +207,12 @@ def _run(
     command = [*tools.command, *arguments]
     try:
         status, output = jobs.run(command, folder, config.compile_timeout_s)
-    except FileNotFoundError as e:
-        raise toolchain.missing(f"the C++ compiler {tools.command[0]} has vanished") from e
     except subprocess.TimeoutExpired:
         status, output = None, ""
     if status == 0 and (folder / LIBRARY).is_file():
         return
-    if "No space left on device" in output or "Disk quota exceeded" in output:
+    # with no room left, ld dies of SIGBUS or says so, each in its own words
+    if status is not None and (_says_full(output) or shutil.disk_usage(folder).free < _ROOM):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     kept = store.keep_failed(f"{content_hash(unit.source)}{Path(SOURCE).suffix}", unit.source)
     if status is None:
@@ -233,6 +234,10 @@ def _run(
     )
 
 
+def _says_full(output: str) -> bool:
+    return "No space left on device" in output or "Disk quota exceeded" in output
+
+
 class _Jobs:
     """The compiler processes of one build; all of them are killed when the build is left by an exception."""
 
@@ -249,15 +254,7 @@ class _Jobs:
             with self._mutex:
                 if self._stopped:
                     raise futures.CancelledError
-                process = subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that the compiler's own children can be killed with it
-                )
+                process = _start(command, folder, env, output)
                 self._live.add(process)
             try:
                 status = process.wait(timeout)
@@ -281,6 +278,30 @@ class _Jobs:
                 for process in self._live:
                     _kill(process)
             raise
+
+
+def _start(
+    command: Sequence[str], folder: Path, env: dict[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that the compiler's own children can be killed with it
+        )
+    except OSError as e:
+        if not folder.is_dir():  # somebody removed the cache under our feet: the store knows what to do
+            raise
+        if isinstance(e, FileNotFoundError):
+            raise toolchain.missing(f"the C++ compiler {command[0]} has vanished") from e
+        raise BuildError(
+            f"cannot start the C++ compiler {command[0]}: {e}",
+            todo="set workers=1, or free memory and processes",
+        ) from e
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
