@@ -10,7 +10,7 @@ BRIDGE = "dicp.dynamo_bridge.backend"
 setup(
     name="dicp",
     version="0.1.0",
-    description="A torch.compile backend, and a kit for making one: PyTorch graphs to fused kernels for any device",
+    description="A torch.compile backend, and a kit for making one: graphs to fused kernels, for any device",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

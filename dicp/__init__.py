@@ -1,4 +1,5 @@
-"""dicp: a torch.compile backend, and a kit for making one. Importing it loads nothing heavy, not even torch."""
+"""dicp: a torch.compile backend, and a kit for making one. Importing it loads nothing heavy, not even
+torch."""
 
 import importlib
 import sys
@@ -10,8 +11,9 @@ __all__ = ["__version__", "explain"]
 
 
 class _Package(types.ModuleType):
-    """This package. A class, since `dicp.explain` is both a function and the module that holds it: loading the
-    module binds the attribute, so only a property keeps `dicp.explain(model, x)` callable afterwards."""
+    """This package. A class, since `dicp.explain` is both a function and the module that holds it: loading
+    the module binds the attribute, so only a property keeps `dicp.explain(model, x)` callable
+    afterwards."""
 
     @property
     def explain(self) -> Any:

@@ -1,4 +1,5 @@
-"""Print how the product code is sized: totals, and the tails a reader feels (long files, functions, classes)."""
+"""Print how the product code is sized: totals, and the tails a reader feels (long files, functions,
+classes)."""
 
 import argparse
 import ast
@@ -26,7 +27,9 @@ def pieces_of(path: Path) -> list[Piece]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
-            found.append(Piece(kind, f"{name}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1))
+            found.append(
+                Piece(kind, f"{name}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1)
+            )
     return found
 
 
@@ -40,8 +43,10 @@ def main() -> None:
         if not sizes:
             continue
         long = sorted((p for p in pieces if p.kind == kind and p.lines > limit), key=lambda p: -p.lines)
-        print(f"{len(sizes)} x {kind}: {sum(sizes)} lines, median "
-              f"{statistics.median(sizes):.0f}, longest {sizes[0]}; over {limit}: {len(long)}")
+        print(
+            f"{len(sizes)} x {kind}: {sum(sizes)} lines, median "
+            f"{statistics.median(sizes):.0f}, longest {sizes[0]}; over {limit}: {len(long)}"
+        )
         for piece in long:
             print(f"  {piece.lines:5d}  {piece.name}")
 

@@ -1,0 +1,67 @@
+"""Measuring a call: its time, beside others' in alternating rounds, and its peak memory."""
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Thunk = Callable[[], object]
+
+
+def alternating(calls: Sequence[Thunk], rounds: int = 7, min_ms: float = 20.0) -> list[float]:
+    """Median milliseconds of each call. Every round runs each of them once, so that whatever else the
+    machine does falls on all alike; a call shorter than `min_ms` is repeated within its turn until the turn
+    lasts that long."""
+    repeats = []
+    for call in calls:
+        call()
+        start = time.perf_counter()
+        call()
+        ms = (time.perf_counter() - start) * 1e3
+        repeats.append(max(1, min(1000, round(min_ms / max(ms, 1e-3)))))
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, repeat, seen in zip(calls, repeats, times):
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            seen.append((time.perf_counter() - start) * 1e3 / repeat)
+    return [statistics.median(seen) for seen in times]
+
+
+def seconds(call: Thunk) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _status(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no field {field}")
+
+
+def peak_growth(call: Thunk) -> int | None:
+    """Bytes by which the process's resident memory peaks above its start during the call, its results
+    included.
+
+    Linux: memory that malloc keeps for reuse is given back first (malloc_trim), the peak (VmHWM) is reset
+    through /proc/self/clear_refs, and read again after the call. None where the system offers no such
+    thing. What a program keeps between its calls was resident before and is not seen here.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        kept = call()
+        peak = _status("VmHWM")
+    except (OSError, AttributeError):
+        return None
+    del kept
+    return max(0, peak - before)

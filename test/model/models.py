@@ -1,0 +1,227 @@
+"""The models: how each is built, what goes in, at which sizes. Random weights with a fixed seed, real
+architectures."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    build(size): the model in float32, "full" or "small".
+    inputs(size, variant, dtype): keyword arguments of forward; variants 0, 1, 2 differ in shape.
+    targets(inputs): class numbers for the loss, shaped as the scores without their last dimension.
+    steps: SGD steps that a training run takes (0: not trained).
+    generates: a language model that is run with a static key-value cache.
+    """
+
+    name: str
+    build: Callable[[str], nn.Module]
+    inputs: Callable[[str, int, torch.dtype], Inputs]
+    targets: Callable[[Inputs], Tensor] | None = None
+    steps: int = 1
+    generates: bool = False
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of its own, so that inputs depend on nothing but their seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def scores_of(output: Any) -> Tensor:
+    """The class scores in a model's output."""
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy, in float32 whatever the scores' dtype."""
+    return nn.functional.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
+
+
+# ----------------------------------------------------------------------------------------------- llama
+LLAMA_NEW_TOKENS = {"full": 64, "small": 8}
+LLAMA_PROMPTS = {"full": (128, 96, 157), "small": (16, 12, 21)}
+
+
+def llama_dir() -> str | None:
+    """The real checkpoint to use, if the user names one."""
+    return os.environ.get("LLAMA_MODEL_DIR") or None
+
+
+def build_llama(size: str) -> nn.Module:
+    """LLaMA with grouped-query attention: 4 layers of hidden size 1024 (full), or a checkpoint's own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = llama_dir()
+    if directory:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    if size == "full":
+        config = LlamaConfig(
+            hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
+            intermediate_size=2752, vocab_size=32000, max_position_embeddings=2048,
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=176, vocab_size=512, max_position_embeddings=128,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+PROMPT = (
+    "The history of computing is a history of abstraction. Each generation of engineers took what the one "
+    "before had built, gave it a name, and used it without thinking about it again. First came the "
+    "machines that were wired by hand for every problem; then came the idea that a program is data like "
+    "any other; and then, one after another, the languages that let people say what they meant. Compilers "
+    "were at first distrusted. Nobody believed that a machine could write code as good as what a person "
+    "would write, and for a while they were right. What changed their minds was not an argument but a "
+    "measurement: the compiled program ran as fast as the one by hand, and it had taken an afternoon "
+    "instead of a month. The next step, many thought, would be"
+)
+
+
+def tokenizer() -> Any | None:
+    """The tokenizer of the real checkpoint, if there is one."""
+    directory = llama_dir()
+    if not directory:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def llama_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
+    """A prompt of 128 tokens (full, variant 0): text where there is a tokenizer, else random token
+    numbers."""
+    length = LLAMA_PROMPTS[size][variant]
+    reader = tokenizer()
+    if reader is not None:
+        ids = reader(PROMPT, return_tensors="pt").input_ids
+        return {"input_ids": ids.repeat(1, -(-length // ids.shape[1]))[:, :length]}
+    vocabulary = 512 if size == "small" and not llama_dir() else 32000
+    return {"input_ids": torch.randint(0, vocabulary, (1, length), generator=seeded(variant))}
+
+
+# -------------------------------------------------------------------------------------------- resnet50
+RESNET_SHAPES = {"full": ((2, 224), (3, 224), (2, 256)), "small": ((2, 64), (3, 64), (2, 96))}
+
+
+def build_resnet50(size: str) -> nn.Module:
+    """ResNet-50 itself (full); two units a stage and a quarter of the width (small)."""
+    from model.resnet import ResNet, resnet50
+
+    torch.manual_seed(0)
+    return resnet50() if size == "full" else ResNet((2, 2, 2, 2), width=16, classes=10)
+
+
+def resnet50_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
+    batch, pixels = RESNET_SHAPES[size][variant]
+    return {"x": torch.randn(batch, 3, pixels, pixels, generator=seeded(variant)).to(dtype)}
+
+
+# ------------------------------------------------------------------------------------------ bert, gpt2
+TEXT_SHAPES = {"full": ((2, 128), (3, 96), (4, 144)), "small": ((2, 16), (3, 12), (4, 20))}
+
+
+def build_bert(size: str) -> nn.Module:
+    """BERT-base with its masked-language-model head (full)."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    small = dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=500
+    )
+    config = BertConfig(
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **({} if size == "full" else small)
+    )
+    torch.manual_seed(0)
+    return BertForMaskedLM(config).eval()
+
+
+def bert_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
+    """Token numbers, and a mask under which the last sentence ends a few tokens earlier."""
+    batch, length = TEXT_SHAPES[size][variant]
+    ids = torch.randint(0, 30522 if size == "full" else 500, (batch, length), generator=seeded(variant))
+    mask = torch.ones_like(ids)
+    mask[-1, -length // 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def build_gpt2(size: str) -> nn.Module:
+    """GPT-2 small, 124 M parameters (full)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=64)
+    config = GPT2Config(
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **({} if size == "full" else small)
+    )
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config).eval()
+
+
+def gpt2_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
+    shape = TEXT_SHAPES[size][variant]
+    return {"input_ids": torch.randint(0, 50257 if size == "full" else 500, shape, generator=seeded(variant))}
+
+
+# ------------------------------------------------------------------------------------------------- vit
+def build_vit(size: str) -> nn.Module:
+    """ViT-B/16 at 224 pixels (full)."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    small = dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=32,
+        patch_size=8,
+    )
+    config = ViTConfig(
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=1000 if size == "full" else 10,
+        **({} if size == "full" else small),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return ViTForImageClassification(config).eval()
+
+
+def vit_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
+    pixels = 224 if size == "full" else 32
+    return {"pixel_values": torch.randn(2 + variant, 3, pixels, pixels, generator=seeded(variant)).to(dtype)}
+
+
+# -------------------------------------------------------------------------------------------- registry
+def token_targets(inputs: Inputs) -> Tensor:
+    """The tokens, moved by one."""
+    return inputs["input_ids"].roll(-1, dims=1)
+
+
+def class_targets(inputs: Inputs) -> Tensor:
+    """Class numbers 1, 2, ... for the images of a batch."""
+    images = next(iter(inputs.values()))
+    return torch.arange(1, images.shape[0] + 1)
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("llama", build_llama, llama_inputs, steps=0, generates=True),
+        Case("resnet50", build_resnet50, resnet50_inputs, class_targets, steps=5),
+        Case("bert", build_bert, bert_inputs, token_targets),
+        Case("gpt2", build_gpt2, gpt2_inputs, token_targets),
+        Case("vit", build_vit, vit_inputs, class_targets),
+    )
+}

@@ -1,0 +1,316 @@
+"""Run models under a backend and hold them to eager's results: `python -m model.run <model|all> <backend>
+[dynamic]`.
+
+A line per model, dtype and static/dynamic: whether all was right; milliseconds of a call (llama: of one
+decoded token;
+resnet50: of one training step; else: of one inference call) and eager's; seconds the compiles took (first
+calls less steady ones); by how much resident memory peaks in that call, and eager's; dicp's kernels,
+library calls and extern calls; graphs compiled. What failed follows, indented. The exit code is 1 if
+anything did."""
+
+import argparse
+import copy
+import dataclasses
+import json
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from model import arms, checks, measure
+from model.models import CASES, LLAMA_NEW_TOKENS, LLAMA_PROMPTS, Case, tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BACKENDS = ("dicp_cpu", "cpugraph", "dicp_cuda", "cudagraph", "dicp", "inductor", "aot_eager", "eager")
+VARIANTS = (0, 1, 2)
+
+
+@dataclass
+class Result:
+    """One line of the report."""
+
+    model: str
+    backend: str
+    dtype: str
+    dynamic: bool
+    size: str
+    ok: bool = True
+    ms: float | None = None
+    eager_ms: float | None = None
+    compile_s: float | None = None
+    peak_bytes: int | None = None
+    eager_peak_bytes: int | None = None
+    kernels: int | None = None
+    library: int | None = None
+    extern: int | None = None
+    graphs: int = 0
+    checked: int = 0
+    worst: str = ""
+    worst_ratio: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def hold(self, verdicts: list[checks.Verdict]) -> None:
+        """Take in what the rule said."""
+        for v in verdicts:
+            self.checked += 1
+            ratio = v.distance / v.allowed if v.allowed else float(v.distance > 0)
+            if ratio > self.worst_ratio:
+                self.worst, self.worst_ratio = v.name, ratio
+            if not v.ok:
+                self.fail(str(v))
+
+    def fail(self, problem: str) -> None:
+        self.ok = False
+        self.problems.append(problem)
+
+    def line(self) -> str:
+        def number(value: float | None, form: str = "d") -> str:
+            return "-" if value is None else format(value, form)
+
+        def mb(value: int | None) -> str:
+            return number(None if value is None else value / 2**20, ".0f")
+
+        kind = "dynamic" if self.dynamic else "static"
+        return (
+            f"{self.model:<9}{self.dtype:<5}{kind:<8}{'ok' if self.ok else 'FAIL':<5}"
+            f"{number(self.ms, '.2f'):>8} ms (eager {number(self.eager_ms, '.2f')})"
+            f"  compile {number(self.compile_s, '.1f')} s"
+            f"  peak {mb(self.peak_bytes)} MB (eager {mb(self.eager_peak_bytes)})"
+            f"  kernels {number(self.kernels)}  library {number(self.library)}  extern {number(self.extern)}"
+            f"  graphs {self.graphs}"
+            f"  [{self.checked} tensors, worst {self.worst_ratio:.2f} of allowed: {self.worst}]"
+        )
+
+
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has handed to a backend since its counters were cleared."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+@dataclass(frozen=True)
+class Trio:
+    """The three runs of one model that are compared. `exact` is None where the machine has not the memory
+    for it."""
+
+    case: Case
+    size: str
+    got: arms.Arm
+    eager: arms.Arm
+    exact: arms.Arm | None
+    variants: tuple[int, ...]
+
+    def inputs(self, variant: int) -> dict[str, torch.Tensor]:
+        return self.case.inputs(self.size, variant, self.eager.dtype)
+
+
+def memory_available() -> int:
+    """Bytes that programs may still take."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def make_trio(case: Case, backend: str, dtype: torch.dtype, dynamic: bool, size: str, result: Result) -> Trio:
+    """Build the model once, and give each run its copy; a model too large for that shares its parameters."""
+    model = arms.cast(case.build(size), dtype)
+    elements = sum(p.numel() for p in model.parameters())
+    roomy = elements * (8 + dtype.itemsize) < 0.7 * memory_available()
+    exact = arms.exact_arm(model) if roomy else None
+    if not roomy:
+        result.notes.append("no float64 run: too little memory for it; only tokens are compared")
+    twin = copy.deepcopy(model) if roomy else model
+    got = arms.compiled_arm(twin, backend, dtype, dynamic)
+    eager = arms.Arm("eager", model, model, dtype)
+    return Trio(case, size, got, eager, exact, VARIANTS if dynamic else VARIANTS[:1])
+
+
+def no_recompiles(result: Result, before: int, what: str) -> None:
+    """One compile has to serve all that followed it."""
+    if graphs_compiled() > before:
+        result.fail(f"{what}: {graphs_compiled() - before} further graphs were compiled, expected none")
+
+
+def compile_seconds(call: measure.Thunk) -> float:
+    """First call less a second one."""
+    first = measure.seconds(call)
+    return max(0.0, first - measure.seconds(call))
+
+
+def check_inference(trio: Trio, result: Result) -> None:
+    """Class scores under the rule, for every size; strides as eager's."""
+    result.compile_s = (result.compile_s or 0.0) + compile_seconds(
+        lambda: arms.scores(trio.got, trio.inputs(0))
+    )
+    graphs = graphs_compiled()
+    for variant in trio.variants:
+        inputs = trio.inputs(variant)
+        got, eager = arms.scores(trio.got, inputs), arms.scores(trio.eager, inputs)
+        if got.stride() != eager.stride():
+            result.fail(f"scores have strides {got.stride()}, eager's {eager.stride()}")
+        if trio.exact is not None:
+            result.hold(
+                [checks.judge(f"scores (size {variant})", got, eager, arms.scores(trio.exact, inputs))]
+            )
+    no_recompiles(result, graphs, "inference")
+
+
+def check_training(trio: Trio, result: Result) -> None:
+    """Training runs from the same start, each going its own way: gradients of the first step, scores of
+    each step, the losses, and the buffers (running statistics) at the end; at other sizes, one step."""
+    assert trio.exact is not None
+    three = (trio.got, trio.eager, trio.exact)
+    case, steps = trio.case, trio.case.steps
+    with arms.restored([trio.got.model]):
+        seconds = compile_seconds(lambda: arms.train(trio.got, case, trio.inputs(0), 1))
+        result.compile_s = (result.compile_s or 0.0) + seconds
+    graphs = graphs_compiled()
+    for variant in trio.variants:
+        count = steps if variant == 0 else 1
+        with arms.restored(arm.model for arm in three):
+            got, eager, exact = (arms.train(arm, case, trio.inputs(variant), count) for arm in three)
+            buffers = [{k: b.clone() for k, b in arm.model.named_buffers()} for arm in three]
+        at = f"size {variant}: "
+        result.hold(
+            checks.judge_group(at + "gradient", got[0].gradients, eager[0].gradients, exact[0].gradients)
+        )
+        result.hold(checks.judge_group(at + "buffer", *buffers))
+        pairs = [(e.scores, x.scores) for e, x in zip(eager, exact)]
+        result.hold(
+            [
+                checks.judge_losses(
+                    [s.loss for s in got], [s.loss for s in eager], [s.loss for s in exact], pairs
+                )
+            ]
+        )
+        stacked = [torch.stack([s.scores for s in run]) for run in (got, eager, exact)]
+        result.hold([checks.judge(at + "scores of all steps", *stacked)])
+    no_recompiles(result, graphs, "training")
+
+
+def time_call(trio: Trio, result: Result, got: measure.Thunk, eager: measure.Thunk) -> None:
+    """Time and peak memory of the call that the report is about."""
+    result.ms, result.eager_ms = measure.alternating([got, eager], rounds=5)
+    result.peak_bytes, result.eager_peak_bytes = measure.peak_growth(got), measure.peak_growth(eager)
+
+
+def check_ordinary(trio: Trio, result: Result) -> None:
+    """A model of scores: training first where it is the main thing, then inference."""
+    main_is_training = trio.case.steps > 1
+    check_training(trio, result)
+    check_inference(trio, result)
+    inputs = trio.inputs(0)
+    if main_is_training:
+        with arms.restored([trio.got.model, trio.eager.model]):
+            runs = [lambda a=arm: arms.train(a, trio.case, inputs, 1) for arm in (trio.got, trio.eager)]
+            time_call(trio, result, *runs)
+    else:
+        time_call(
+            trio, result, lambda: arms.scores(trio.got, inputs), lambda: arms.scores(trio.eager, inputs)
+        )
+
+
+def check_generation(trio: Trio, result: Result) -> None:
+    """Prefill and greedy decoding: in float32 the tokens are eager's; in every dtype the scores, along the
+    tokens that eager chose, are under the rule."""
+    count = LLAMA_NEW_TOKENS[trio.size]
+    room = max(LLAMA_PROMPTS[trio.size]) + count
+    got, eager = arms.Decoder(trio.got, room), arms.Decoder(trio.eager, room)
+    exact = arms.Decoder(trio.exact, room) if trio.exact is not None else None
+    prompt = trio.inputs(0)["input_ids"]
+    length = prompt.shape[1]
+    token = prompt[:, -1:]
+
+    def decode(decoder: arms.Decoder) -> None:
+        decoder.rewind(length)
+        decoder.feed(token)
+
+    result.compile_s = compile_seconds(lambda: got.prefill(prompt)) + compile_seconds(lambda: decode(got))
+    graphs = graphs_compiled()
+    for variant in trio.variants:
+        ids = trio.inputs(variant)["input_ids"]
+        tokens = eager.generate(ids, count)
+        mine = got.generate(ids, count)
+        if trio.eager.dtype == torch.float32 and not torch.equal(mine, tokens):
+            place = int((mine != tokens).nonzero()[0, 1])
+            result.fail(
+                f"size {variant}: token {place} of {count} is {mine[0, place]}, eager's {tokens[0, place]}"
+            )
+        if exact is not None:
+            group = (got.forced(ids, tokens), eager.forced(ids, tokens), exact.forced(ids, tokens))
+            result.hold(checks.judge_group(f"size {variant}:", *group))
+        reader = tokenizer()
+        if reader is not None and variant == 0:
+            result.notes.append(
+                "generated: " + reader.decode(mine[0], skip_special_tokens=True)[:200].replace("\n", " ")
+            )
+    no_recompiles(result, graphs, "generation")
+    time_call(trio, result, lambda: decode(got), lambda: decode(eager))
+
+
+def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str) -> Result:
+    """One line of the report; an exception is one way to fail."""
+    result = Result(name, backend, dtype, dynamic, size)
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        trio = make_trio(CASES[name], backend, DTYPES[dtype], dynamic, size, result)
+        (check_generation if trio.case.generates else check_ordinary)(trio, result)
+    except Exception as error:  # whatever it is, the report goes on with the next model
+        result.fail("".join(traceback.format_exception(error)).rstrip())
+    seen = counters["dicp"]
+    result.kernels, result.library, result.extern = (
+        int(seen[key]) if seen else None for key in ("kernels", "library", "extern")
+    )
+    result.graphs = graphs_compiled()
+    return result
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run_test_model.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=[*CASES, "all"])
+    parser.add_argument("backend", choices=BACKENDS)
+    parser.add_argument("dynamic", nargs="?", default="false", choices=["true", "false", "all"])
+    parser.add_argument("--size", default="full", choices=["full", "small"])
+    parser.add_argument("--dtype", default="all", choices=[*DTYPES, "all"])
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results there too")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    names = list(CASES) if args.model == "all" else [args.model]
+    dtypes = list(DTYPES) if args.dtype == "all" else [args.dtype]
+    dynamics = {"true": [True], "false": [False], "all": [False, True]}[args.dynamic]
+    print(
+        f"{args.backend}, torch {torch.__version__}, {torch.get_num_threads()} threads, size {args.size}",
+        flush=True,
+    )
+    results = []
+    for name in names:
+        for dtype in dtypes:
+            for dynamic in dynamics:
+                result = run_case(name, args.backend, dtype, dynamic, args.size)
+                results.append(result)
+                print(result.line(), flush=True)
+                for text in result.notes + result.problems:
+                    print("    " + text.replace("\n", "\n    "), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1) + "\n")
+    failed = [f"{r.model} {r.dtype} {'dynamic' if r.dynamic else 'static'}" for r in results if not r.ok]
+    print(
+        f"FAILED: {len(failed)} of {len(results)}: {', '.join(failed)}"
+        if failed
+        else f"ok: all {len(results)} passed"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
