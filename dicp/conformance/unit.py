@@ -1,0 +1,298 @@
+"""One unit of work: all cases of one operator and dtype, compiled together and compared one by one."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from . import cases as cases_
+from . import opdb
+from .cases import Case, Mode
+from .outcome import Mismatch, Outcome, call, compare, flatten, gradients
+
+SEED = 1234
+DYNAMIC_GROUP = 8       # cases per dynamic compile: guards between many symbols cost more than compiles
+SAME_ERROR_ENOUGH = 3   # singles failing alike before the rest of a failing half is taken to fail alike
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a worker is told to run."""
+
+    op: str
+    dtype: str
+    mode: Mode
+    dynamic: bool
+    samples: int
+    device: str = "cpu"
+    only: str | None = None
+
+    @property
+    def key(self) -> str:
+        """`add|float32|forward|static`"""
+        return f"{self.op}|{self.dtype}|{self.mode}|{'dynamic' if self.dynamic else 'static'}"
+
+
+@dataclass
+class CaseResult:
+    """status: pass | fail | skip | upstream.
+
+    upstream: `aot_eager`, which is Dynamo and AOTAutograd without any compiler, fails the same check.
+    """
+
+    id: str
+    status: str
+    check: str = ""
+    message: str = ""
+    call: str = ""
+
+
+@dataclass
+class UnitResult:
+    """What a worker tells back.
+
+    graphs: how many graphs Dynamo handed over; kernels, library, extern: `counters["dicp"]` of this unit;
+    externs: aten overload -> calls; ms: wall time of the compiled calls, compiling included.
+    """
+
+    key: str
+    cases: list[CaseResult] = field(default_factory=list)
+    graphs: int = 0
+    kernels: int = 0
+    library: int = 0
+    extern: int = 0
+    externs: dict[str, int] = field(default_factory=dict)
+    ms: float = 0.0
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for one JSON line."""
+        return asdict(self)
+
+
+def from_json(data: dict[str, Any]) -> UnitResult:
+    """The inverse of `to_json`."""
+    return UnitResult(**{**data, "cases": [CaseResult(**c) for c in data["cases"]]})
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`float32` -> torch.float32"""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no such dtype: {name!r}")
+    return found
+
+
+def source(op: opdb.Operator, group: Sequence[Case], gradient: bool) -> tuple[str, dict[str, Any]]:
+    """Python text of a function that makes every call of the group, and the names it uses.
+
+    Text and not a closure: arguments that are no tensors become literals, so that they stay constants for Dynamo as they
+    are in a user's model, and the text is what a report can show.
+    """
+    constants: dict[str, Any] = {}
+    lines, at = ["def f(t):"], 0
+    for i, case in enumerate(group):
+        first = at
+
+        def slot(k: int, case: Case = case, first: int = first) -> str:
+            clone = case.inplace and gradient and k == 0 and case.tensors[0].requires_grad
+            return f"t[{first + k}]" + (".clone()" if clone else "")
+
+        lines.append(f"    r{i} = {'inplace' if case.inplace else 'op'}({cases_.call_source(case, constants, slot)})")
+        at += len(case.tensors)
+    lines.append(f"    return ({', '.join(f'r{i}' for i in range(len(group)))},)")
+    return "\n".join(lines), {**constants, "torch": torch, "op": op.call, "inplace": op.inplace}
+
+
+class Runner:
+    """Compiles and compares groups of cases of one operator for one backend."""
+
+    def __init__(self, backend: str, op: opdb.Operator, mode: Mode, dynamic: bool) -> None:
+        self.backend, self.op, self.gradient, self.dynamic = backend, op, mode == "gradient", dynamic
+
+    def eager(self, case: Case, seed: int = SEED) -> Outcome:
+        """The case's eager outcome; raises what the operator raises."""
+        return call(self.op, case, self.fresh(case), self.gradient, seed)
+
+    def fresh(self, case: Case) -> list[torch.Tensor]:
+        """New copies of the case's tensors."""
+        return [cases_.copy_exactly(t) for t in case.tensors]
+
+    def compiled(self, group: Sequence[Case]) -> list[Outcome]:
+        """The outcomes of one compiled call that makes all the group's calls.
+
+        Dynamic: called twice, with the sizes of the cases and with grown ones; the second outcomes follow the first.
+        """
+        text, names = source(self.op, group, self.gradient)
+        exec(compile(text, f"<conformance {self.op.name}>", "exec"), names)
+        torch._dynamo.reset()
+        fn = torch.compile(names["f"], backend=self.backend, dynamic=self.dynamic)
+        outcomes = self._call(fn, group, [self.fresh(c) for c in group])
+        if self.dynamic:
+            again = [c for c in group if c.resized is not None]
+            if len(again) == len(group):
+                outcomes += self._call(fn, group, [self.fresh(grow(c)) for c in group])
+        return outcomes
+
+    def _call(self, fn: Callable[..., Any], group: Sequence[Case], inputs: list[list[torch.Tensor]]) -> list[Outcome]:
+        torch.manual_seed(SEED)
+        with torch.set_grad_enabled(self.gradient):
+            results = fn([t for ts in inputs for t in ts])
+        # One backward call for the whole group: it is one graph, and its parts do not touch.
+        grads: list[tuple[torch.Tensor | None, ...]] = [() for _ in group]
+        if self.gradient:
+            grads = self._gradients(results, group, inputs)
+        out = []
+        for result, given, grad in zip(results, inputs, grads, strict=True):
+            structure, leaves = flatten(result)
+            out.append(Outcome(structure, leaves, tuple(given), grad))
+        return out
+
+    def _gradients(self, results: Sequence[Any], group: Sequence[Case], inputs: list[list[torch.Tensor]]) -> list[
+            tuple[torch.Tensor | None, ...]]:
+        flat = [t for ts in inputs for t in ts]
+        joint = gradients(list(results), lambda rs: [c.process(r) for c, r in zip(group, rs, strict=True)], flat)
+        it = iter(joint)
+        return [tuple(next(it) for _ in ts) for ts in inputs]
+
+    def judge(self, case: Case, eager: Outcome, actual: Outcome) -> Mismatch | None:
+        """Compare, with the random operators' rule: same stream as eager, or else nothing but the metadata."""
+        wrong = compare(self.op, case, eager, actual, self.gradient, lambda: self.fresh(case), SEED)
+        if wrong is None or wrong.check not in ("value", "gradient", "mutation"):
+            return wrong
+        other = self.eager(case, SEED + 1)
+        again = compare(self.op, case, eager, other, self.gradient, lambda: self.fresh(case), SEED)
+        # Another seed gives another result: a random operator. Distributions are random_ops.py's business.
+        return None if again is not None and again.check == wrong.check else wrong
+
+
+def grow(case: Case) -> Case:
+    """The case with its second set of sizes."""
+    assert case.resized is not None
+    return Case(f"{case.id}:resized", case.args, case.kwargs, case.resized, case.inplace, case.process)
+
+
+def first_line(e: BaseException) -> str:
+    """`RuntimeError: the first lines of its message`, short enough for a table."""
+    lines = [line.strip() for line in str(e).strip().splitlines() if line.strip()]
+    return f"{type(e).__name__}: {' | '.join(lines[:3])}"[:600]
+
+
+def run_group(runner: Runner, group: list[tuple[Case, Outcome]], limit: list[str] | None = None) -> list[
+        CaseResult]:
+    """Results of a group; a group that raises is halved until the guilty cases are alone."""
+    limit = [] if limit is None else limit
+    try:
+        outcomes = runner.compiled([c for c, _ in group])
+    except Exception as e:  # noqa: BLE001  whatever a compiler raises is a finding, not a fault of this program
+        why = first_line(e)
+        if len(group) == 1:
+            case = group[0][0]
+            limit.append(why)
+            return [CaseResult(case.id, "fail", "error", why, cases_.show(runner.op, case))]
+        if limit.count(why) >= SAME_ERROR_ENOUGH:
+            return [CaseResult(c.id, "fail", "error", f"(not isolated) {why}", cases_.show(runner.op, c))
+                    for c, _ in group]
+        middle = len(group) // 2
+        return run_group(runner, group[:middle], limit) + run_group(runner, group[middle:], limit)
+    results = []
+    for (case, eager), actual in zip(group, outcomes, strict=False):
+        results.append(_verdict(runner, case, runner.judge(case, eager, actual)))
+    for (case, _), actual in zip(group, outcomes[len(group):], strict=False):
+        larger = grow(case)
+        results.append(_verdict(runner, larger, runner.judge(larger, runner.eager(larger), actual)))
+    return results
+
+
+def _verdict(runner: Runner, case: Case, wrong: Mismatch | None) -> CaseResult:
+    if wrong is None:
+        return CaseResult(case.id, "pass")
+    return CaseResult(case.id, "fail", wrong.check, wrong.message, cases_.show(runner.op, case))
+
+
+def prepare(runner: Runner, cases: Iterable[Case]) -> tuple[list[tuple[Case, Outcome]], list[CaseResult]]:
+    """Eager outcomes; a call that eager refuses is skipped, as are grown sizes that it refuses."""
+    ready, skipped = [], []
+    for case in cases:
+        try:
+            eager = runner.eager(case)
+            if runner.gradient and all(g is None for g in eager.grads):
+                raise ValueError("no gradient reaches an input")
+        except Exception as e:  # noqa: BLE001  what eager refuses is no case
+            skipped.append(CaseResult(case.id, "skip", "eager", first_line(e)))
+            continue
+        if case.resized is not None:
+            try:
+                runner.eager(grow(case))
+            except Exception:  # noqa: BLE001  fixed sizes in the arguments: no second sizes
+                case = Case(case.id, case.args, case.kwargs, case.tensors, case.inplace, case.process)
+        ready.append((case, eager))
+    return ready, skipped
+
+
+def run_unit(unit: Unit, backend: str, progress: Callable[[dict[str, Any]], None] | None = None,
+             isolate: bool = False, skip: Sequence[str] = ()) -> UnitResult:
+    """Run every case of the unit.
+
+    isolate: one compile per case, each announced by `progress` before it starts, so that whoever watches this process
+    knows which case killed it; skip: cases not to run again.
+    """
+    op, dtype = opdb.find(unit.op, unit.device), dtype_named(unit.dtype)
+    result = UnitResult(unit.key)
+    runner = Runner(backend, op, unit.mode, unit.dynamic)
+    cases = cases_.build(op, dtype, unit.mode, unit.samples, unit.dynamic)
+    cases = [c for c in cases if c.id not in skip and (unit.only is None or c.id == unit.only)]
+    ready, skipped = prepare(runner, cases)
+    result.cases += skipped
+    before = _counters()
+    started = time.perf_counter()
+    if isolate:
+        for case, eager in ready:
+            if progress is not None:
+                progress({"starts": case.id})
+            done = run_group(runner, [(case, eager)])
+            result.cases += done
+            if progress is not None:
+                progress({"done": [asdict(d) for d in done]})
+    elif ready:
+        # Second sizes need a whole group that has them.
+        for group in ([r for r in ready if r[0].resized is None], [r for r in ready if r[0].resized is not None]):
+            size = DYNAMIC_GROUP if unit.dynamic else max(len(group), 1)
+            for at in range(0, len(group), size):
+                result.cases += run_group(runner, group[at:at + size])
+    result.ms = (time.perf_counter() - started) * 1e3
+    _count(result, before)
+    if backend != "aot_eager":
+        _blame_upstream(result, unit, ready)
+    torch._dynamo.reset()
+    return result
+
+
+def _blame_upstream(result: UnitResult, unit: Unit, ready: list[tuple[Case, Outcome]]) -> None:
+    """Failures that Dynamo and AOTAutograd produce without us are not the vendor's."""
+    failing = {c.id: c for c in result.cases if c.status == "fail"}
+    plain = Runner("aot_eager", opdb.find(unit.op, unit.device), unit.mode, unit.dynamic)
+    again = [r for r in ready if r[0].id in failing or f"{r[0].id}:resized" in failing]
+    if not again:
+        return
+    for theirs in run_group(plain, again):
+        mine = failing.get(theirs.id)
+        if mine is not None and theirs.status == "fail" and theirs.check == mine.check:
+            mine.status = "upstream"
+            mine.message = f"aot_eager too: {theirs.message}"
+
+
+def _counters() -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    return {**counters["dicp"], "graphs": counters["stats"]["unique_graphs"]}
+
+
+def _count(result: UnitResult, before: dict[str, int]) -> None:
+    now = {k: v - before.get(k, 0) for k, v in _counters().items()}
+    result.graphs, result.kernels, result.library, result.extern = (
+        now.get(k, 0) for k in ("graphs", "kernels", "library", "extern"))
+    result.externs = {k.removeprefix("extern:"): v for k, v in now.items() if k.startswith("extern:") and v}
