@@ -62,11 +62,15 @@ def expressible(dtype: torch.dtype) -> bool:
     return compute_dtype(dtype) in COMPUTE_DTYPES
 
 
-def elementwise(name: str, *overloads: OpOverload, body: Body, promote: Promote = "DEFAULT") -> Row:
-    """A row whose result element is `body` of the operands' elements, cast to the dtype that torch computes in."""
+def elementwise(name: str, *overloads: OpOverload, body: Body, promote: Promote = "DEFAULT",
+                stepped: bool = False) -> Row:
+    """A row whose result element is `body` of the operands' elements, cast to the dtype that torch computes in.
+
+    stepped: operands are rounded to their low-precision dtype first, because the result jumps.
+    """
     from dicp.ops.rules.pointwise import elementwise_rule
 
-    return Row(name, overloads, "elementwise", elementwise_rule(name, body, promote), body, promote)
+    return Row(name, overloads, "elementwise", elementwise_rule(name, body, promote, stepped), body, promote)
 
 
 def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None) -> Row:

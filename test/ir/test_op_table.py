@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +25,19 @@ def lowered(op: OpOverload, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """What the op's rule gives, and what eager gives."""
     expected = op(*args, **kwargs)
     b = Reference()
-    node = SimpleNamespace(target=op, meta={"val": expected})
+    graph = torch.fx.Graph()
+    holes = tree_map(lambda x: hole(graph, x) if isinstance(x, torch.Tensor) else x, args)
+    node = graph.call_function(op, holes)
+    node.meta["val"] = expected
     values, named = tree_map(lambda x: b.input(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-    result = table()[op].lower(b, node, values, named)  # type: ignore[arg-type]
+    result = table()[op].lower(b, node, values, named)
     return tree_map(b.evaluate, result), expected
+
+
+def hole(graph: torch.fx.Graph, x: torch.Tensor) -> torch.fx.Node:
+    node = graph.placeholder("x")
+    node.meta["val"] = x
+    return node
 
 
 def assert_same(actual: Any, expected: Any, **tolerance: float) -> None:
@@ -66,6 +74,12 @@ SETTINGS: dict[str, list[Any]] = {
     "is_result": [False, True], "self_is_result": [False], "value": [2], "alpha": [1, 2], "eps": [None, 0.25],
     "min_val": [-1.5], "max_val": [1.5], "beta": [2.0], "negative_slope": [0.25],
 }
+# Where eager disagrees with itself (between dtypes, or between the vector body of a loop and its tail).
+UNLIKE_ITSELF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": torch.isfinite, "gelu_backward": torch.isfinite, "pow": torch.isfinite,
+    "hardswish_backward": torch.isfinite, "hardtanh_backward": torch.isfinite, "logit_backward": lambda x: x.isfinite() & (x != 0),
+    "softshrink_backward": torch.isfinite, "hardshrink_backward": torch.isfinite,
+}
 NUMBERS = [2, 0.5, 3, True]
 
 
@@ -78,7 +92,11 @@ def calls(op: OpOverload, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[lis
         kind = str(p.type)
         if kind == "Tensor" or kind == "Optional[Tensor]":
             dtype = torch.bool if p.name in ("mask", "condition") else next(kinds)
-            choices.append([samples(dtype, 48, seed=pos)])
+            x = samples(dtype, 48, seed=pos)
+            ok = UNLIKE_ITSELF.get(op._overloadpacket.__name__)
+            if ok is not None and op._overloadname != "Tensor_Tensor":
+                x = torch.where(ok(x), x, 1)
+            choices.append([x[0] if p.name == "value" and len(params) < 4 else x])
         elif p.name in SETTINGS:
             choices.append(SETTINGS[p.name])
         elif kind in ("number", "Optional[number]"):
@@ -112,9 +130,56 @@ class TestElementwise:
                 except Declined:
                     continue
                 low = any(isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) for a in args)
+                if low and kwargs.get("rounding_mode"):
+                    continue                        # eager rounds the quotient to bfloat16 before it drops the fraction
                 try:
                     assert_same(actual, expected, **({"rtol": 0.02, "atol": 0.02} if low else {}))
                 except AssertionError as e:
                     raise AssertionError(f"{dtypes} {args[1:]} {kwargs}: {e}") from None
                 ran += 1
         assert ran, "eager accepted no arguments"
+
+
+def f(*shape: int) -> torch.Tensor:
+    """Distinct values: position errors show."""
+    return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) - 7
+
+
+Case = tuple[OpOverload, tuple[Any, ...]]
+
+VIEWS: list[Case] = [
+    (aten.view.default, (f(2, 3, 4), [6, 4])), (aten.view.default, (f(2, 3, 4), [4, 6])),
+    (aten.view.default, (f(2, 1, 4), [8, 1, 1])), (aten.view.default, (f(0, 3), [3, 0])),
+    (aten.view.default, (f(1), [])), (aten.reshape.default, (f(3, 4).t(), [2, 6])),
+    (aten.permute.default, (f(2, 3, 4), [2, 0, -2])), (aten.transpose.int, (f(2, 3, 4), -1, 0)),
+    (aten.t.default, (f(2, 3),)), (aten.t.default, (f(4),)), (aten.expand.default, (f(3, 1), [2, -1, 5])),
+    (aten.squeeze.dim, (f(2, 1, 3), 1)), (aten.squeeze.default, (f(1, 2, 1),)), (aten.squeeze.dims, (f(1, 2, 1), [0])),
+    (aten.unsqueeze.default, (f(2, 3), -1)), (aten.select.int, (f(2, 3, 4), -2, -1)),
+    (aten.slice.Tensor, (f(7, 3), 0, 1, 6, 2)), (aten.slice.Tensor, (f(7, 3), 0, -5, 2**63 - 1)),
+    (aten.slice.Tensor, (f(7, 3), 1, -9, 99)), (aten.slice.Tensor, (f(7, 3), 0, 5, 2)),
+    (aten.split.Tensor, (f(7, 3), 3)), (aten.split_with_sizes.default, (f(7, 3), [2, 0, 5])),
+    (aten.chunk.default, (f(2, 7), 3, 1)), (aten.unbind.int, (f(2, 3), 1)),
+    (aten.as_strided.default, (f(4, 4), [2, 3], [4, 2], 1)), (aten.diagonal.default, (f(3, 4, 5), 1, 1, -1)),
+    (aten.diagonal.default, (f(3, 4), -1)), (aten.unfold.default, (f(7, 2), 0, 3, 2)),
+    (aten.movedim.int, (f(2, 3, 4), 0, 2)), (aten.movedim.intlist, (f(2, 3, 4), [0, 1], [2, 0])),
+    (aten.flip.default, (f(2, 3, 4), [0, -1])), (aten.flip.default, (f(), [])), (aten.roll.default, (f(3, 4), [1], [1])),
+    (aten.roll.default, (f(3, 4), [5])), (aten.roll.default, (f(3, 4), [-1, 6], [0, 1])),
+    (aten.repeat.default, (f(2, 3), [2, 1, 2])), (aten.repeat.default, (f(2, 3), [0, 1])),
+    (aten.select_scatter.default, (f(3, 4), f(3) * 9, 1, -2)),
+    (aten.slice_scatter.default, (f(7, 2), f(3, 2) * 9, 0, 1, 7, 2)),
+    (aten.slice_scatter.default, (f(7, 2), f(7, 2) * 9)), (aten.slice_scatter.default, (f(7, 2), f(2, 2) * 9, 0, 4, 6)),
+    (aten.diagonal_scatter.default, (f(3, 4), f(2) * 9, -1)), (aten.diagonal_scatter.default, (f(3, 4), f(3) * 9, 1)),
+    (aten.clone.default, (f(2, 3),)),
+]
+
+
+def label(x: Any) -> str | None:
+    if isinstance(x, tuple):
+        return ",".join("x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in x)[:60]
+    return str(x) if isinstance(x, OpOverload) else None
+
+
+class TestRules:
+    @pytest.mark.parametrize("op,args", VIEWS, ids=label)
+    def test_view_agrees_with_eager(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+        assert_same(*lowered(op, *args), rtol=0, atol=0)

@@ -10,6 +10,7 @@ import torch
 
 from dicp.ir.expr import Expr
 from dicp.ops import scalar as s
+from dicp.ops.rules.pointwise import scalar_expr
 from dicp.ops.table import Row, elementwise
 
 INV_SQRT2 = math.sqrt(0.5)
@@ -86,8 +87,13 @@ def softshrink(x: Expr, lambd: float = 0.5) -> Expr:
     return s.where(x > lambd, x - lambd, s.where(x < -lambd, x + lambd, x * 0))
 
 
-def outside(x: Expr, low: float, high: float) -> Expr:
-    return s.lor(x <= low, x >= high)
+def hardtanh(x: Expr, min_val: Any = -1, max_val: Any = 1) -> Expr:
+    return s.minimum(s.maximum(x, scalar_expr(min_val, x.dtype)), scalar_expr(max_val, x.dtype))
+
+
+def inside(x: Expr, low: float, high: float) -> Expr:
+    """low < x < high; false for NaN."""
+    return s.land(x > low, x < high)
 
 
 def threshold(x: Expr, threshold: Any, value: Any) -> Expr:
@@ -117,19 +123,18 @@ def rows() -> Iterator[Row]:
     yield elementwise("celu", aten.celu.default, body=celu)
     yield elementwise("softplus", aten.softplus.default, body=softplus)
     yield elementwise("softplus_backward", aten.softplus_backward.default, body=softplus_backward)
-    yield elementwise("hardtanh", aten.hardtanh.default, body=lambda x, min_val=-1, max_val=1:
-                      s.minimum(s.maximum(x, min_val), max_val))
+    yield elementwise("hardtanh", aten.hardtanh.default, body=hardtanh)
     yield elementwise("hardtanh_backward", aten.hardtanh_backward.default, body=lambda grad, x, min_val, max_val:
-                      s.where(outside(x, min_val, max_val), 0, grad))
+                      s.where(inside(x, min_val, max_val), grad, 0))
     yield elementwise("hardsigmoid", aten.hardsigmoid.default, body=lambda x: hard_clip(x) / 6)
     yield elementwise("hardsigmoid_backward", aten.hardsigmoid_backward.default,
-                      body=lambda grad, x: s.where(outside(x, -3, 3), 0, grad / 6))
+                      body=lambda grad, x: s.where(inside(x, -3, 3), grad / 6, 0))
     yield elementwise("hardswish", aten.hardswish.default, body=lambda x: x * hard_clip(x) / 6)
     yield elementwise("hardswish_backward", aten.hardswish_backward.default, body=hardswish_backward)
     yield elementwise("softshrink", aten.softshrink.default, body=softshrink)
     yield elementwise("hardshrink", aten.hardshrink.default,
                       body=lambda x, lambd=0.5: s.where(s.land(x >= -lambd, x <= lambd), 0, x))
     yield elementwise("shrink_backward", aten.softshrink_backward.default, aten.hardshrink_backward.default,
-                      body=lambda grad, x, lambd: s.where(s.land(x >= -lambd, x <= lambd), 0, grad))
-    yield elementwise("native_dropout_backward", aten.native_dropout_backward.default,
+                      body=lambda grad, x, lambd: s.where(s.lor(x < -lambd, x > lambd), grad, 0))
+    yield elementwise("native_dropout_backward", aten.native_dropout_backward.default, promote="INT_TO_FLOAT",
                       body=lambda grad, mask, scale: grad * (s.cast(mask, grad.dtype) * scale))

@@ -56,8 +56,8 @@ def logit(x: Expr, eps: float | None = None) -> Expr:
 
 def logit_backward(grad: Expr, x: Expr, eps: float | None = None) -> Expr:
     low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
-    inside = s.land(x >= low, x <= high)
-    return s.where(inside, grad / (x * (1 - x)), s.like(0.0 if eps is not None else math.nan, x))
+    beyond = s.lor(x < low, x > high)
+    return s.where(beyond, s.like(math.nan if eps is None else 0.0, x), grad / (x * (1 - x)))
 
 
 def entr(x: Expr) -> Expr:
@@ -84,10 +84,10 @@ def rows() -> Iterator[Row]:
         also = [getattr(prims, name).default] if hasattr(prims, name) else []
         yield elementwise(name, getattr(aten, name).default, *also, body=getattr(s, name), promote="INT_TO_FLOAT")
     for name in ("floor", "ceil", "trunc"):
-        yield elementwise(name, getattr(aten, name).default, getattr(prims, name).default,
+        yield elementwise(name, getattr(aten, name).default, getattr(prims, name).default, stepped=True,
                           body=lambda x, fn=getattr(s, name): fn(x) if x.dtype.is_floating_point else x)
-    yield elementwise("round", aten.round.default, aten.round.decimals, body=round_)
-    yield elementwise("frac", aten.frac.default, body=lambda x: x - s.trunc(x))
+    yield elementwise("round", aten.round.default, aten.round.decimals, body=round_, stepped=True)
+    yield elementwise("frac", aten.frac.default, body=lambda x: x - s.trunc(x), stepped=True)
     yield elementwise("atan2", aten.atan2.default, body=s.atan2, promote="INT_TO_FLOAT")
     yield elementwise("hypot", aten.hypot.default, body=s.hypot)
     yield elementwise("copysign", aten.copysign.Tensor, aten.copysign.Scalar, body=s.copysign, promote="INT_TO_FLOAT")

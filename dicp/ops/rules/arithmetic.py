@@ -69,7 +69,8 @@ def divide_rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> V
     """True division gives floats; division with a rounding mode keeps integers."""
     binding = bind(node.target, args, kwargs)
     rounded = binding.settings.get("rounding_mode") is not None
-    return apply_body(divide, "DEFAULT" if rounded else "INT_TO_FLOAT", binding, *b.meta(node))
+    return apply_body(divide, "DEFAULT" if rounded else "INT_TO_FLOAT", binding, *b.meta(node),
+                      stepped=rounded)
 
 
 def lerp(start: Expr, end: Expr, weight: Any) -> Expr:
@@ -101,10 +102,11 @@ def arithmetic_rows() -> Iterator[Row]:
     yield elementwise("mul", aten.mul.Tensor, aten.mul.Scalar, prims.mul.default, body=mul)
     yield Row("div", (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode), "elementwise",
               divide_rule, divide)
-    yield elementwise("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor)
+    yield elementwise("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor,
+                      stepped=True)
     yield elementwise("remainder", aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,
-                      body=s.remainder)
-    yield elementwise("fmod", aten.fmod.Tensor, aten.fmod.Scalar, body=s.fmod)
+                      body=s.remainder, stepped=True)
+    yield elementwise("fmod", aten.fmod.Tensor, aten.fmod.Scalar, body=s.fmod, stepped=True)
     yield elementwise("pow", aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar, body=power)
     yield elementwise("square", aten.square.default, body=lambda x: x * x, promote="BOOL_TO_LONG")
     yield elementwise("neg", aten.neg.default, prims.neg.default, body=s.neg)

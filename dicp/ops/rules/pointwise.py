@@ -123,22 +123,26 @@ def bind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
     return Binding(tuple(operands), settings)
 
 
-def elementwise_rule(name: str, body: Body, promote: Promote) -> Rule:
+def elementwise_rule(name: str, body: Body, promote: Promote, stepped: bool = False) -> Rule:
     """The rule of an elementwise row: operands cast to the dtype torch computes in, settings passed by name."""
 
     def rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
-        return apply_body(body, promote, bind(node.target, args, kwargs), *b.meta(node))
+        return apply_body(body, promote, bind(node.target, args, kwargs), *b.meta(node), stepped=stepped)
 
     rule.__name__ = name
     return rule
 
 
-def apply_body(body: Body, promote: Promote, binding: Binding, shape: Shape, dtype: torch.dtype) -> Value:
-    """The value whose element is `body` of the bound arguments' elements."""
+def apply_body(body: Body, promote: Promote, binding: Binding, shape: Shape, dtype: torch.dtype,
+               stepped: bool = False) -> Value:
+    """The value whose element is `body` of the bound arguments' elements.
+
+    stepped: a tiny change of an operand can change the result much (comparison, remainder, floor), so operands are
+    rounded as torch holds them: to the dtype they are promoted to.
+    """
     promoting = [x for name, x in binding.operands if name not in SELECTORS and x is not None]
     compute = None if promote == "NONE" else computation_dtypes(promote, promoting)[0]
-    # A comparison sees its operands as torch does: rounded to the dtype they are promoted to.
-    rounded = computation_dtypes("DEFAULT", promoting)[1] if promote == "ALWAYS_BOOL" else None
+    rounded = computation_dtypes("DEFAULT", promoting)[1] if stepped or promote == "ALWAYS_BOOL" else None
 
     def element(name: str, x: Any, idx: Indices) -> Expr | None:
         if x is None:
@@ -147,9 +151,7 @@ def apply_body(body: Body, promote: Promote, binding: Binding, shape: Shape, dty
         if compute is None or name in SELECTORS:
             return value
         value = ex.cast(value, compute)
-        if rounded is not None and not (isinstance(x, Value) and x.dtype == rounded):
-            value = ex.round_to(value, rounded)
-        return value
+        return value if rounded is None else ex.round_to(value, rounded)
 
     spread = [(name, broadcast(x, shape) if isinstance(x, Value) else x) for name, x in binding.operands]
     return Value(shape, dtype, lambda idx: scalar_expr(
