@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
+
+from dicp.compat import size_hint
+from dicp.ir.verify import insert, verify
 
 
 def graph_of(fn: Callable[..., Any], *inputs: Any, **options: Any) -> GraphModule:
@@ -57,3 +61,72 @@ def graphs_of(
             first = out if isinstance(out, torch.Tensor) else out[0]
             first.sum().backward()
     return found
+
+
+class CheckPass:
+    """Runs a pass and holds what every pass owes: a verified graph that computes the same."""
+
+    rtol, atol = 1e-5, 1e-5
+
+    def check(self, run: Callable[..., GraphModule], gm: GraphModule, *vendor: Any) -> GraphModule:
+        inputs = example_inputs(gm)
+        expected = run_eagerly(gm, inputs)
+        verify(gm)
+        gm = run(gm, *vendor)
+        verify(gm)
+        actual = run_eagerly(gm, inputs)
+        torch.testing.assert_close(actual, expected, rtol=self.rtol, atol=self.atol)
+        for before, after in zip(expected, actual, strict=True):
+            if isinstance(before, torch.Tensor):
+                assert (after.shape, after.stride()) == (before.shape, before.stride())
+        return gm
+
+
+def example_inputs(gm: GraphModule, seed: int = 0) -> list[Any]:
+    """Real inputs as the placeholders' metas describe them, symbolic sizes at their hints."""
+    generator = torch.Generator().manual_seed(seed)
+    return [_example(n.meta["val"], generator) for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _example(value: Any, generator: torch.Generator) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return size_hint(value)
+    shape, stride = [size_hint(s) for s in value.shape], [size_hint(s) for s in value.stride()]
+    result = torch.empty_strided(shape, stride, dtype=value.dtype)
+    if value.dtype.is_floating_point:
+        # Vectors positive: one may be a running variance.
+        random = (
+            torch.randn(shape, generator=generator)
+            if len(shape) > 1
+            else torch.rand(shape, generator=generator) + 0.1
+        )
+        return result.copy_(random)
+    return result.copy_(torch.randint(0, 2, shape, generator=generator))
+
+
+def run_eagerly(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The graph's results by eager PyTorch, then its inputs as it leaves them."""
+    copies = [i.clone() if isinstance(i, torch.Tensor) else i for i in inputs]
+    torch.manual_seed(0)
+    results = torch.fx.Interpreter(gm).run(*copies)
+    return [*results, *copies]
+
+
+def with_mutation(gm: GraphModule) -> GraphModule:
+    """The graph with its first input overwritten halfway by an in-place call, as a custom kernel would."""
+    first = next(n for n in gm.graph.nodes if n.op == "placeholder")
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    with gm.graph.inserting_before(calls[1]):
+        insert(gm.graph, torch.ops.aten.zero_.default, (first,), like=first)
+    gm.recompile()
+    return gm
+
+
+@dataclasses.dataclass(frozen=True)
+class claims:
+    """A vendor for the passes: claims the dicp::* calls for which `accepts` holds."""
+
+    accepts: Callable[[torch.fx.Node], bool] = lambda node: True
+
+    def supports(self, target: Any, node: torch.fx.Node) -> bool:
+        return target.namespace == "dicp" and self.accepts(node)

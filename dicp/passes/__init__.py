@@ -1,0 +1,93 @@
+"""The graph passes, in order: each takes a verified FX graph and gives one that means the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch.fx import GraphModule, Node
+
+from dicp.ir.printer import LAYOUT_KEY
+from dicp.ir.verify import verify
+from dicp.passes.canonicalize import canonicalize
+from dicp.passes.rewrite_attention import rewrite_attention
+from dicp.passes.rewrite_conv import rewrite_conv
+from dicp.passes.rewrite_linear import rewrite_linear
+from dicp.passes.rules import Claims
+
+__all__ = ["PASSES", "Claims", "OnPass", "Pass", "run_passes"]
+
+
+class PassConfig(Protocol):
+    """What the passes read of the configuration."""
+
+    @property
+    def verify(self) -> bool: ...
+
+
+class Pass(NamedTuple):
+    """A named graph pass; `reason` says why it stands where it stands."""
+
+    name: str
+    run: Callable[[GraphModule, Claims], GraphModule]
+    reason: str
+
+
+class OnPass(Protocol):
+    """Called after each pass: dumps and timings hang here."""
+
+    def __call__(self, name: str, gm: GraphModule, changed: bool, seconds: float) -> None: ...
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("canonicalize", lambda gm, vendor: canonicalize(gm), "first: every pattern then has one spelling"),
+    Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
+    Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
+    Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
+    Pass("clean_up", lambda gm, vendor: canonicalize(gm), "last rewrite: views that met, calls left unused"),
+)
+
+
+def run_passes(
+    gm: GraphModule,
+    vendor: Claims,
+    config: PassConfig,
+    on_pass: OnPass | None = None,
+) -> GraphModule:
+    """Run PASSES over the graph, verifying it before the first and after each where `config.verify`.
+
+    Raises VerifyError (from the import, or naming the pass through `add_note`).
+    """
+    if config.verify:
+        verify(gm)
+    before = _fingerprint(gm) if on_pass else []
+    for entry in PASSES:
+        start = time.perf_counter()
+        gm = entry.run(gm, vendor)
+        seconds = time.perf_counter() - start
+        if config.verify:
+            _verify_after(gm, entry.name)
+        if on_pass:
+            after = _fingerprint(gm)
+            on_pass(entry.name, gm, after != before, seconds)
+            before = after
+    gm.recompile()
+    return gm
+
+
+def _verify_after(gm: GraphModule, name: str) -> None:
+    try:
+        verify(gm)
+    except Exception as error:
+        error.add_note(f"after the pass {name}")
+        raise
+
+
+def _fingerprint(gm: GraphModule) -> list[Any]:
+    """Equal for graphs of the same nodes; cheap, where printing both graphs would not be."""
+    return [(n.name, n.target, _names(n), n.meta.get(LAYOUT_KEY)) for n in gm.graph.nodes]
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return tuple(n.name for n in node.all_input_nodes)

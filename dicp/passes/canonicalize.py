@@ -1,0 +1,327 @@
+"""One spelling for each thing, and nothing that does nothing."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from dicp.ir.verify import insert, same_meta
+from dicp.passes.facts import (
+    aten,
+    base_of,
+    is_plain_cast,
+    is_pure,
+    is_tensor,
+    is_view,
+    mutated_arguments,
+    outputs_of,
+    prims,
+    rank,
+    uniform_value,
+    value_of,
+)
+
+Rule = Callable[[Node], "Node | None"]
+
+# A value of the first dtype survives in each of the others.
+_LOSSLESS = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.int32: (torch.int64, torch.float64),
+    torch.int16: (torch.int32, torch.int64, torch.float32, torch.float64),
+}
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
+_TAKE_NUMBER = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+
+
+def canonicalize(gm: GraphModule) -> GraphModule:
+    """Drop what does nothing and give views one form.   relu(clone(t(t(x)))) * 1  ->  relu(x)
+
+    Gives: no t, transpose, _unsafe_view, alias, detach; no view of a view or permute of a permute; no copy,
+    cast, slice, expand or identity arithmetic that changes nothing; equal pure calls once; no dead pure call.
+    Keeps what memory can tell: a copy stays where dropping it would make an output share memory with an input
+    or another output, and where the original is written. x + 0.0 stays: it turns -0.0 into 0.0.
+    """
+    graph = gm.graph
+    escaping = {base_of(n) for n in outputs_of(graph)}
+    written = {base_of(a) for n in graph.nodes for a in mutated_arguments(n)}
+    outputs = set(outputs_of(graph))
+    for node in list(graph.nodes):
+        while node.op == "call_function" and (found := _first_rule(node)) is not None:
+            if not _may_replace(node, found, outputs, escaping, written):
+                if found.op == "call_function":
+                    _erase_unused(graph, found)
+                break
+            if base_of(node) in written:
+                written.add(base_of(found))
+            _replace(graph, node, found, outputs, escaping)
+            node = found
+    _merge_equal_calls(graph)
+    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or not is_pure(n))
+    return gm
+
+
+def _first_rule(node: Node) -> Node | None:
+    for rule in _RULES.get(node.target, ()):
+        found = rule(node)
+        if found is not None:
+            return found
+    return None
+
+
+def _may_replace(node: Node, new: Node, outputs: set[Node], escaping: set[Node], written: set[Node]) -> bool:
+    """Whether nobody outside the graph, and no write inside it, can tell the two apart."""
+    if not same_meta(value_of(node), value_of(new)):
+        return False
+    base = base_of(new)
+    if base_of(node) is base:
+        # The same memory either way; AOTAutograd tells an input from an alias of it by the node returned.
+        return not (node in outputs and (new.op == "placeholder" or new in outputs))
+    if base in written or base_of(node) in written:
+        return (
+            not new.users
+        )  # a call made just now, in the place of the old one, has the same memory of its own
+    return base_of(node) not in escaping or not (base.op in ("placeholder", "get_attr") or base in escaping)
+
+
+def _replace(graph: Graph, node: Node, new: Node, outputs: set[Node], escaping: set[Node]) -> None:
+    if base_of(node) in escaping:
+        escaping.add(base_of(new))
+    if node in outputs:
+        outputs.add(new)
+    node.replace_all_uses_with(new)
+    _erase_unused(graph, node)
+
+
+def _erase_unused(graph: Graph, node: Node) -> None:
+    """Erase a node nobody uses; what it alone used is left to dead code elimination."""
+    if not node.users:
+        graph.erase_node(node)
+
+
+# -- rules: each returns the node that can stand for the given one, or None ------------------
+
+
+def _insert_before(node: Node, target: Any, *args: Any) -> Node:
+    with node.graph.inserting_before(node):
+        return insert(node.graph, target, args, like=node)
+
+
+def _input(node: Node) -> Node | None:
+    """alias(x), detach(x), clone(x), expand(x, x.shape), ...  ->  x   where the metas are equal"""
+    x = node.args[0]
+    return x if isinstance(x, Node) and same_meta(value_of(node), value_of(x)) else None
+
+
+def _transpose_to_permute(node: Node) -> Node | None:
+    """t(x)  ->  permute(x, [1,0]);   transpose(x, -1, -2)  ->  permute(x, [..., n-1, n-2])"""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    dims = list(range(rank(x)))
+    if len(dims) < 2:
+        return x
+    a, b = node.args[1:] if node.target is aten.transpose.int else (0, 1)
+    dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+    return _insert_before(node, aten.permute.default, x, dims)
+
+
+def _unsafe_view_to_view(node: Node) -> Node | None:
+    """_unsafe_view(x, s)  ->  view(x, s)"""
+    return _insert_before(node, aten.view.default, *node.args)
+
+
+def _permute_of_permute(node: Node) -> Node | None:
+    """permute(permute(x, p), q)  ->  permute(x, p[q])  ->  x"""
+    x, dims = node.args
+    order = _dims(dims)
+    inner = x
+    if isinstance(x, Node) and x.target is aten.permute.default:
+        inner, below = x.args[0], _dims(x.args[1])
+        order = [below[d] for d in order]
+    assert isinstance(inner, Node)
+    if order == list(range(len(order))):
+        return inner
+    return None if inner is x else _insert_before(node, aten.permute.default, inner, order)
+
+
+def _dims(dims: Any) -> list[int]:
+    return [d % len(dims) for d in dims]
+
+
+def _view_of_view(node: Node) -> Node | None:
+    """view(view(x, s), r)  ->  view(x, r)"""
+    inner, shape = node.args
+    if not isinstance(inner, Node) or inner.target is not aten.view.default:
+        return None
+    x = inner.args[0]
+    assert isinstance(x, Node)
+    if same_meta(value_of(node), value_of(x)):
+        return x
+    try:
+        return _insert_before(node, aten.view.default, x, shape)
+    except (RuntimeError, ValueError):  # x's strides allow it in two steps only
+        return None
+
+
+def _whole_slice(node: Node) -> Node | None:
+    """slice(x, d, 0, size or max)  ->  x"""
+    start, step = _argument(node, 2, 0), _argument(node, 4, 1)
+    return _input(node) if start in (0, None) and step == 1 else None
+
+
+def _argument(node: Node, position: int, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else default
+
+
+def _cast_of_lossless_cast(node: Node) -> Node | None:
+    """cast(cast(x: bf16, f32), bf16)  ->  x;   cast(cast(x: bf16, f32), f64)  ->  cast(x, f64)"""
+    inner = node.args[0]
+    if not is_plain_cast(node) or not isinstance(inner, Node) or not is_plain_cast(inner):
+        return None
+    x = inner.args[0]
+    if not is_tensor(x) or not isinstance(x, Node):
+        return None
+    if value_of(inner).dtype not in _LOSSLESS.get(value_of(x).dtype, ()):
+        return None
+    if value_of(node).dtype == value_of(x).dtype:
+        return x
+    return _insert_before(node, prims.convert_element_type.default, x, value_of(node).dtype)
+
+
+def _identity_arithmetic(node: Node) -> Node | None:
+    """x * 1, x / 1, x - 0, x + 0 (integers), x ** 1, x & True  ->  x"""
+    x, y = node.args[:2]
+    if node.target in _COMMUTATIVE and uniform_value(x) is not None:
+        x, y = y, x
+    if not is_tensor(x) or not isinstance(x, Node):
+        return None
+    number = uniform_value(y)
+    if number is None or not same_meta(value_of(node), value_of(x)):
+        return None
+    return x if _is_neutral(node, value_of(x).dtype, number) else None
+
+
+def _is_neutral(node: Node, dtype: torch.dtype, number: int | float | bool) -> bool:
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    if name in ("aten::mul", "aten::pow"):
+        return number == 1
+    if name == "aten::div":
+        return number == 1 and node.kwargs.get("rounding_mode") is None
+    if name == "aten::sub":
+        return number == 0 and math.copysign(1, number) > 0 and node.kwargs.get("alpha", 1) == 1
+    if name == "aten::add":
+        return number == 0 and not dtype.is_floating_point and not dtype.is_complex
+    if name in ("aten::bitwise_and", "aten::logical_and"):
+        return dtype == torch.bool and bool(number)
+    return False
+
+
+def _constant_operand(node: Node) -> Node | None:
+    """add(x, full([], 2))  ->  add(x, 2)"""
+    x, y = node.args[:2]
+    if node.target in _COMMUTATIVE and uniform_value(x) is not None and node.kwargs.get("alpha", 1) == 1:
+        x, y = y, x
+    if not is_tensor(x) or not isinstance(y, Node) or isinstance(value_of(y), torch.SymInt):
+        return None
+    number = uniform_value(y)
+    if number is None:
+        return None
+    with node.graph.inserting_before(node):
+        new = insert(node.graph, node.target, (x, number, *node.args[2:]), node.kwargs, like=node)
+    if same_meta(value_of(node), value_of(new)):
+        return new
+    # A number takes no part in type promotion where the tensor did.
+    _erase_unused(node.graph, new)
+    return None
+
+
+def _copy_of_copy(node: Node) -> Node | None:
+    """clone(permute(clone(x), p), contiguous)  ->  clone(permute(x, p), contiguous)"""
+    if node.kwargs.get("memory_format") is not torch.contiguous_format:
+        return None
+    below, dims = node.args[0], None
+    assert isinstance(below, Node)
+    if below.target is aten.permute.default:
+        below, dims = below.args  # type: ignore[assignment]
+    if below.target is not aten.clone.default:
+        return None
+    x = below.args[0] if dims is None else _insert_before(node, aten.permute.default, below.args[0], dims)
+    with node.graph.inserting_before(node):
+        return insert(node.graph, node.target, (x,), node.kwargs, like=node)
+
+
+_ALIASES: tuple[Rule, ...] = (_input,)
+_RULES: dict[Any, tuple[Rule, ...]] = {
+    aten.alias.default: _ALIASES,
+    aten.detach.default: _ALIASES,
+    aten.lift_fresh_copy.default: _ALIASES,
+    aten.lift_fresh.default: _ALIASES,
+    aten.clone.default: (_input, _copy_of_copy),
+    aten.expand.default: _ALIASES,
+    aten.t.default: (_transpose_to_permute,),
+    aten.transpose.int: (_transpose_to_permute,),
+    aten._unsafe_view.default: (_unsafe_view_to_view,),
+    aten.permute.default: (_permute_of_permute,),
+    aten.view.default: (_input, _view_of_view),
+    aten.slice.Tensor: (_whole_slice,),
+    aten._to_copy.default: (_input, _cast_of_lossless_cast),
+    prims.convert_element_type.default: (_input, _cast_of_lossless_cast),
+    aten.mul.Scalar: (_identity_arithmetic,),
+    aten.div.Scalar: (_identity_arithmetic,),
+    aten.pow.Tensor_Scalar: (_identity_arithmetic,),
+    aten.bitwise_and.Tensor: (_identity_arithmetic,),
+    aten.logical_and.default: (_identity_arithmetic,),
+    **dict.fromkeys(_TAKE_NUMBER, (_identity_arithmetic, _constant_operand)),
+}
+
+
+# -- equal calls ------------------
+
+
+def _merge_equal_calls(graph: Graph) -> None:
+    """y = f(x); z = f(x)  ->  y for both, unless both leave the graph or a write lies between."""
+    escaping = {base_of(n) for n in outputs_of(graph)}
+    outputs = set(outputs_of(graph))
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if mutated_arguments(node):
+            seen.clear()
+        if node.op not in ("call_function", "get_attr") or not is_pure(node):
+            continue
+        first = seen.setdefault(_key(node), node)
+        if first is node or value_of(node) is None:
+            continue
+        both_leave = (
+            node in outputs and first in outputs
+            if is_view(node)
+            else _leaves(node, escaping) and _leaves(first, escaping)
+        )
+        if not both_leave:
+            _replace(graph, node, first, outputs, escaping)
+
+
+def _leaves(node: Node, escaping: set[Node]) -> bool:
+    """Whether the caller gets memory that the call made: its result, or one of its results."""
+    results = [u for u in node.users if u.target is operator.getitem]
+    return base_of(node) in escaping or any(r in escaping for r in results)
+
+
+def _key(node: Node) -> Any:
+    """Equal for calls that compute the same; numbers are told from equal numbers of another type or sign."""
+    return node.op, node.target, _frozen(node.args), _frozen(node.kwargs)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    if isinstance(value, (int, float)):
+        return type(value), repr(value)
+    return value

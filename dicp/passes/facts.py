@@ -1,0 +1,168 @@
+"""What passes ask about nodes: which is pure, which is a view of what, which is a constant."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from dicp.compat import known_equal
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_PURE_NAMESPACES = ("aten", "prims", "dicp")
+_UNIFORM_MAKERS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
+_UNIFORM_KEEPERS = (
+    aten.view.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten._to_copy.default,
+    aten.lift_fresh_copy.default,
+    prims.convert_element_type.default,
+)
+
+
+def value_of(argument: object) -> Any:
+    """The fake tensor (or symbolic number) a node stands for; any other argument as it is."""
+    return argument.meta.get("val") if isinstance(argument, Node) else argument
+
+
+def is_tensor(argument: object) -> bool:
+    return isinstance(argument, Node) and isinstance(argument.meta.get("val"), torch.Tensor)
+
+
+def rank(node: Node) -> int:
+    """The number of dims of a tensor, -1 for anything else."""
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else -1
+
+
+def same_shape(a: object, b: object) -> bool:
+    """Whether two tensor nodes have the same shape for all values of the size symbols."""
+    x, y = value_of(a), value_of(b)
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x.dim() != y.dim():
+        return False
+    return all(known_equal(m, n) for m, n in zip(x.shape, y.shape))
+
+
+def same_dtype(a: object, b: object) -> bool:
+    return value_of(a).dtype == value_of(b).dtype
+
+
+def mutated_arguments(node: Node) -> list[Node]:
+    """The nodes whose memory a call writes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [
+                v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)
+            ]
+    return found
+
+
+def is_pure(node: Node) -> bool:
+    """Whether the call may be dropped when unused: no write, no effect, no random number drawn."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema
+        return (
+            target.namespace in _PURE_NAMESPACES
+            and not schema.is_mutable
+            and len(schema.returns) > 0
+            and torch.Tag.nondeterministic_seeded not in target.tags
+        )
+    # What is left besides operators: arithmetic on sizes, and higher-order operators, which may do anything.
+    return getattr(target, "__module__", "") in ("_operator", "math") or target in _SYMBOLIC_FUNCTIONS
+
+
+_SYMBOLIC_FUNCTIONS = {
+    torch.sym_max,
+    torch.sym_min,
+    torch.sym_not,
+    torch.sym_ite,
+    torch.sym_float,
+    torch.sym_int,
+}
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result shares the memory of the first argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
+        return False
+    alias = node.target._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def is_plain_cast(node: Node) -> bool:
+    """Whether the node changes the dtype and nothing else."""
+    if node.target is prims.convert_element_type.default:
+        return True
+    if node.target is not aten._to_copy.default or not is_tensor(node.args[0]):
+        return False
+    x = value_of(node.args[0])
+    device = node.kwargs.get("device")
+    same_device = device is None or torch.device(device) == x.device  # type: ignore[arg-type]
+    return same_device and node.kwargs.get("memory_format") in (None, torch.preserve_format)
+
+
+def base_of(node: Node) -> Node:
+    """The node that owns the memory: the start of a chain of views."""
+    while is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def outputs_of(graph: Graph) -> list[Node]:
+    """The nodes the graph returns."""
+    results = next(reversed(graph.nodes)).all_input_nodes
+    return list(results)
+
+
+def uniform_value(argument: object) -> int | float | bool | None:
+    """The Python number every element of a constant tensor has (rounded to its dtype), or None."""
+    if isinstance(argument, (int, float)):
+        return argument
+    if not is_tensor(argument) or not isinstance(argument, Node) or argument.op != "call_function":
+        return None
+    value: object = None
+    if argument.target in _UNIFORM_MAKERS:
+        value = argument.args[_UNIFORM_MAKERS[argument.target]]
+    elif argument.target in _UNIFORM_KEEPERS:
+        value = uniform_value(argument.args[0])
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        return torch.tensor(value, dtype=argument.meta["val"].dtype).item()  # type: ignore[no-any-return]
+    except (
+        RuntimeError,
+        OverflowError,
+        ValueError,
+    ):  # the dtype cannot hold it: what eager does is its matter
+        return None
+
+
+def users_through_views(node: Node) -> Iterator[Node]:
+    """Every node that may read the memory of `node`."""
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from users_through_views(user)

@@ -1,0 +1,168 @@
+"""Products with a transposed weight, and what follows them element by element, become dicp::linear."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dicp.compat import known_equal
+from dicp.ops.library import register
+from dicp.passes.facts import aten, is_tensor, rank, same_dtype, same_shape, value_of
+from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """dicp::linear's arguments, and the node whose value the call would compute."""
+
+    root: Node
+    x: Node
+    w: Node
+    b: Node | None = None
+    act: str = "none"
+    other: Node | None = None
+    rows: tuple[Any, ...] | None = None
+    """Leading sizes that x: [M, K] is to be viewed with."""
+
+
+def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
+    """add(gelu(view(addmm(b, view(x), permute(w)))), r)  ->  dicp.linear(x, w, b, r, "gelu")
+
+    x: [..., K], w: [N, K] whatever its strides; mm, or addmm, or a 1-D bias added to mm. Each step is taken
+    while the value has one user: what a training forward saves for its backward ends the chain there. Where
+    the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
+    Products with an untransposed weight (GPT-2's Conv1D) stay.
+    """
+    register()
+    activations = activations_of(gm)
+    for node in list(gm.graph.nodes):
+        start = _product(node)
+        if start is None:
+            continue
+        for linear in reversed(list(_chain(start, activations))):
+            if _apply(linear, vendor):
+                break
+    return finish(gm)
+
+
+def _apply(linear: Linear, vendor: Claims) -> bool:
+    """Put the call in the graph, if it gives the same tensor and the vendor claims it."""
+    emit = Emitter(linear.root)
+    x = linear.x
+    if linear.rows is not None:
+        columns = value_of(x).shape[-1]
+        columns = columns if isinstance(columns, int) else emit(aten.sym_size.int, x, 1)
+        x = emit(aten.view.default, x, [*linear.rows, columns])
+    args = (x, linear.w, linear.b, linear.other, linear.act)
+    new = try_claim(vendor, torch.ops.dicp.linear.default, args, at=linear.root)
+    if new is None:
+        emit.undo()
+        return False
+    linear.root.replace_all_uses_with(new)
+    return True
+
+
+def _product(node: Node) -> Linear | None:
+    """mm(x, permute(w, [1,0])), addmm(b, x, permute(w, [1,0]))"""
+    if node.target is aten.mm.default:
+        (x, transposed), b = node.args, None
+    elif node.target is aten.addmm.default and not node.kwargs:
+        b, x, transposed = node.args
+    else:
+        return None
+    assert isinstance(x, Node) and isinstance(transposed, Node)
+    if transposed.target is not aten.permute.default or list(transposed.args[1]) != [1, 0]:  # type: ignore
+        return None
+    w = transposed.args[0]
+    assert isinstance(w, Node)
+    if b is None:
+        return Linear(node, x, w)
+    assert isinstance(b, Node)
+    if _is_bias(b, node):
+        return Linear(node, x, w, b)
+    if same_shape(b, node) and same_dtype(b, node):
+        return Linear(node, x, w, other=b)
+    return None
+
+
+def _is_bias(b: Node, y: Node) -> bool:
+    """Whether b: [N] is added to y: [..., N] column by column."""
+    return rank(b) == 1 and same_dtype(b, y) and known_equal(value_of(b).shape[0], value_of(y).shape[-1])
+
+
+def _chain(linear: Linear, activations: Activations) -> Iterator[Linear]:
+    """The product, then each longer chain it is the start of."""
+    step: Linear | None = linear
+    while step is not None:
+        if step.rows is None or step.root.target is not aten.view.default:
+            yield step  # else the view would only move from the result to x
+        step = _restore(step) or _add_bias(step) or _activate(step, activations) or _add_other(step)
+
+
+def _restore(linear: Linear) -> Linear | None:
+    """view(f(view(x, [M, K])), [..., N])  ->  f(x)   where x: [..., K];   view(f(x), ...)  ->  f(view(x, ...))"""
+    user, x = sole_user(linear.root), linear.x
+    if user is None or user.target is not aten.view.default or rank(linear.root) != 2:
+        return None
+    wanted = value_of(user).shape
+    if linear.other is not None or not wanted or not known_equal(wanted[-1], value_of(linear.root).shape[-1]):
+        return None  # `other` has the product's two dims
+    if x.target is aten.view.default and _same_sizes(
+        value_of(x.args[0]).shape, [*wanted[:-1], value_of(x).shape[-1]]
+    ):
+        return dataclasses.replace(linear, root=user, x=x.args[0])
+    rows = tuple(user.args[1][:-1])  # type: ignore[index]
+    return dataclasses.replace(linear, root=user, rows=rows) if -1 not in _ints(rows) else None
+
+
+def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(known_equal(x, y) for x, y in zip(a, b))
+
+
+def _ints(sizes: Sequence[Any]) -> list[int]:
+    return [s for s in sizes if isinstance(s, int)]
+
+
+def _add_bias(linear: Linear) -> Linear | None:
+    """add(mm(x, w.T), b)  ->  linear(x, w, b)"""
+    if linear.b is not None or linear.act != "none" or linear.other is not None:
+        return None
+    user, b = _added(linear.root)
+    if user is None or b is None or not _is_bias(b, linear.root):
+        return None
+    return dataclasses.replace(linear, root=user, b=b)
+
+
+def _activate(linear: Linear, activations: Activations) -> Linear | None:
+    """gelu(linear(x, w, b))  ->  linear(x, w, b, "gelu")"""
+    if linear.act != "none" or linear.other is not None or linear.root not in activations:
+        return None
+    act, root = activations[linear.root]
+    return dataclasses.replace(linear, root=root, act=act)
+
+
+def _add_other(linear: Linear) -> Linear | None:
+    """add(r, linear(x, w, b, act))  ->  linear(x, w, b, r, act)"""
+    if linear.other is not None:
+        return None
+    user, other = _added(linear.root)
+    if user is None or other is None or not same_shape(other, linear.root):
+        return None
+    return dataclasses.replace(linear, root=user, other=other) if same_dtype(other, linear.root) else None
+
+
+def _added(node: Node) -> tuple[Node | None, Node | None]:
+    """The only user, if it adds something to the node, and what it adds."""
+    user = sole_user(node)
+    if user is None or user.target is not aten.add.Tensor or user.kwargs.get("alpha", 1) != 1:
+        return None, None
+    a, b = user.args
+    other = b if a is node else a
+    if other is node or not is_tensor(other) or not same_shape(user, node) or not same_dtype(user, node):
+        return None, None
+    assert isinstance(other, Node)
+    return user, other
