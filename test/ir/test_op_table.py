@@ -173,6 +173,50 @@ VIEWS: list[Case] = [
 ]
 
 
+FACTORIES: list[Case] = [
+    (aten.full.default, ([2, 3], 1.5)), (aten.full.default, ([], True)), (aten.full_like.default, (f(2), 3)),
+    (aten.new_full.default, (f(2), [3], 4)), (aten.scalar_tensor.default, (2.5,)), (aten.ones.default, ([2],)),
+    (aten.zeros_like.default, (f(2, 2),)), (aten.new_zeros.default, (f(2), [0, 2])), (aten.arange.default, (5,)),
+    (aten.arange.start, (2, 7)), (aten.arange.start_step, (1, 9, 3)), (aten.arange.start_step, (0.0, 1.0, 0.3)),
+    (aten.arange.start_step, (5, 0, -2)), (aten.linspace.default, (0, 1, 7)), (aten.linspace.default, (3.0, -2.0, 1)),
+    (aten.eye.default, (3,)), (aten.eye.m, (2, 4)), (aten.tril.default, (f(3, 4),)),
+    (aten.triu.default, (f(2, 3, 4), -1)), (aten.tril.default, (f(3, 4), 1)),
+]
+
+x34, ints = f(2, 3, 4) / 5, torch.tensor([[3, -1, 3], [0, 7, 7]])
+holes = torch.tensor([[1.0, math.nan, 3.0], [math.inf, -math.inf, 2.0]])
+truths = torch.tensor([[True, False], [True, True]])
+REDUCTIONS: list[Case] = [
+    (aten.sum.default, (x34,)), (aten.sum.dim_IntList, (x34, [0, -1])), (aten.sum.dim_IntList, (x34, [], True)),
+    (aten.sum.default, (truths,)), (aten.sum.dim_IntList, (ints.int(), [1], True)), (aten.sum.default, (f(),)),
+    (aten.sum.dim_IntList, (f(0, 3), [0])), (aten.mean.default, (x34,)), (aten.mean.dim, (x34, [1], True)),
+    (aten.mean.dim, (x34.bfloat16(), [1, 2])), (aten.prod.default, (x34 + 2,)), (aten.prod.dim_int, (ints, 1)),
+    (aten.amax.default, (holes, [1])), (aten.amin.default, (x34, [0, 2], True)), (aten.amax.default, (truths, [0])),
+    (aten.max.default, (ints,)), (aten.min.default, (holes,)), (aten.max.dim, (ints, 1)),
+    (aten.min.dim, (holes, 0, True)), (aten.max.dim, (f(), 0)), (aten.argmax.default, (ints,)),
+    (aten.argmax.default, (ints, 1, True)), (aten.argmax.default, (holes, 0)), (aten.argmin.default, (x34, None, True)),
+    (aten.argmax.default, (f(), 0)), (aten.any.default, (truths,)), (aten.any.dim, (ints, 0)),
+    (aten.all.dims, (x34, [0, 1], True)), (aten.all.default, (f(0),)), (aten.any.default, (ints.byte(),)),
+    (aten.linalg_vector_norm.default, (x34,)), (aten.linalg_vector_norm.default, (x34, 1, [0], True)),
+    (aten.linalg_vector_norm.default, (x34, math.inf, [1, 2])), (aten.linalg_vector_norm.default, (x34, 3.0, [-1])),
+    (aten.linalg_vector_norm.default, (x34, 0, [0])), (aten.linalg_vector_norm.default, (x34, -math.inf, [0])),
+    (aten.cumsum.default, (x34, 1)), (aten.cumsum.default, (ints.int(), -1)), (aten.cumsum.default, (f(), 0)),
+    (aten.cumprod.default, (x34, 2)), (aten.logcumsumexp.default, (x34, 0)), (aten.cummax.default, (ints, 1)),
+    (aten.cummin.default, (holes, 1)), (aten._softmax.default, (x34, 1, False)), (aten._softmax.default, (f(), 0, False)),
+    (aten._softmax.default, (x34.bfloat16(), -1, False)), (aten._log_softmax.default, (x34, 2, False)),
+    (aten._softmax_backward_data.default, (x34, x34.softmax(1), 1, torch.float32)),
+    (aten._log_softmax_backward_data.default, (x34, x34.log_softmax(1), 1, torch.float32)),
+    (aten.native_layer_norm.default, (x34, [3, 4], f(3, 4), f(3, 4), 1e-5)),
+    (aten.native_layer_norm.default, (x34, [4], None, None, 1e-5)),
+    (aten.native_group_norm.default, (x34, f(3), None, 2, 3, 4, 3, 1e-5)),
+    (aten.native_group_norm.default, (f(2, 4, 3) / 5, f(4), f(4), 2, 4, 3, 2, 1e-5)),
+    (aten._native_batch_norm_legit_functional.default, (x34, f(3), f(3), f(3), f(3) + 9, True, 0.1, 1e-5)),
+    (aten._native_batch_norm_legit_no_training.default, (x34, f(3), None, f(3), f(3) + 9, 0.1, 1e-5)),
+    (aten._native_batch_norm_legit.no_stats, (x34, None, None, True, 0.1, 1e-5)),
+]
+CORRECTIONS = [{}, {"correction": 0}, {"correction": 2.0, "keepdim": True}]
+
+
 def label(x: Any) -> str | None:
     if isinstance(x, tuple):
         return ",".join("x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in x)[:60]
@@ -183,3 +227,19 @@ class TestRules:
     @pytest.mark.parametrize("op,args", VIEWS, ids=label)
     def test_view_agrees_with_eager(self, op: OpOverload, args: tuple[Any, ...]) -> None:
         assert_same(*lowered(op, *args), rtol=0, atol=0)
+
+    @pytest.mark.parametrize("op,args", FACTORIES, ids=label)
+    def test_factory_agrees_with_eager(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+        assert_same(*lowered(op, *args), rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("op,args", REDUCTIONS, ids=label)
+    def test_reduction_agrees_with_eager(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+        assert_same(*lowered(op, *args))
+
+    @pytest.mark.parametrize("dim", [None, [0, 2], [1]], ids=str)
+    @pytest.mark.parametrize("op", [aten.var.correction, aten.std.correction, aten.var_mean.correction,
+                                    aten.std_mean.correction], ids=str)
+    def test_spread_agrees_with_eager(self, op: OpOverload, dim: list[int] | None) -> None:
+        for settings in CORRECTIONS:
+            assert_same(*lowered(op, x34, dim, **settings))
+            assert_same(*lowered(op, x34.double(), dim, **settings))
