@@ -80,10 +80,11 @@ def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None)
 
 def rows() -> Iterator[Row]:
     """Every row, in the order of the modules that declare them."""
-    from dicp.ops.rules import (activations, analysis, arithmetic, factories, normalization, reductions, scans,
-                                views)
+    from dicp.ops.rules import (activations, analysis, arithmetic, factories, indexing, joining, normalization,
+                                reductions, scans, views)
 
-    for module in (arithmetic, analysis, activations, views, factories, reductions, scans, normalization):
+    for module in (arithmetic, analysis, activations, views, factories, reductions, scans, normalization, indexing,
+                   joining):
         yield from module.rows()
 
 

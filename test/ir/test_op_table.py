@@ -217,6 +217,48 @@ REDUCTIONS: list[Case] = [
 CORRECTIONS = [{}, {"correction": 0}, {"correction": 2.0, "keepdim": True}]
 
 
+i3 = torch.tensor([2, 0, 1])
+i22 = torch.tensor([[0, 2], [-1, 1]])
+mask23 = torch.tensor([[True, False, True], [False, False, True]])
+g23 = torch.tensor([[1, 0, 1], [0, 0, 1]])
+INDEXING: list[Case] = [
+    (aten.embedding.default, (f(5, 3), i22.abs())), (aten.index_select.default, (f(2, 3, 4), 1, i3)),
+    (aten.embedding_dense_backward.default, (f(2, 2, 3), i22.abs(), 5, 1, False)),
+    (aten.gather.default, (f(3, 4), 1, g23)), (aten.gather.default, (f(), 0, torch.tensor(0))),
+    (aten.take.default, (f(3, 4), i22)), (aten.index.Tensor, (f(3, 4), [i22])),
+    (aten.index.Tensor, (f(3, 4, 5), [None, i22, i3[:2]])), (aten.index.Tensor, (f(3, 4, 5), [i22, None, i3[:2]])),
+    (aten.index.Tensor, (f(3, 4, 5), [None, None, i3])), (aten.index.Tensor, (f(3), [torch.tensor(1)])),
+    (aten._unsafe_masked_index.default, (f(3, 4), mask23, [g23, i3 + 7 * (i3 > 9)], 5.0)),
+    (aten._unsafe_masked_index_put_accumulate.default, (f(3, 4), mask23, [g23, i3], f(2, 3))),
+    (aten.bucketize.Tensor, (holes * 3, torch.tensor([-1.0, 0, 3, 3, 9]))),
+    (aten.searchsorted.Tensor, (f(2, 7), f(2, 5) * 2)),
+    (aten.index_put.default, (f(3, 4), [i3, i3], f(3))), (aten.index_put.default, (f(3, 4), [i3], f(4))),
+    (aten.index_put.default, (f(3, 4), [None, i22], f(3, 2, 2), True)),
+    (aten.index_put.default, (f(2, 3), [mask23], torch.tensor(5.0))),
+    (aten.index_put.default, (f(2, 3, 4), [mask23], f(4), True)),
+    (aten.index_put.default, (f(2, 3, 4), [mask23], f(1, 4))),
+    (aten.scatter.src, (f(3, 4), 1, torch.tensor([[1, 0, 3], [0, 2, 1]]), f(3, 4) * 9)),
+    (aten.scatter.value, (f(3, 4), 0, g23, 2.5)),
+    (aten.scatter.reduce, (f(3, 4), 1, g23, f(3, 4))), (aten.scatter_add.default, (f(3, 4), 1, g23, f(2, 3))),
+    (aten.scatter_add.default, (f(), 0, torch.tensor([0]), f(1))),
+    (aten.scatter_add.default, (f(3, 4).bfloat16(), 0, g23, f(2, 3).bfloat16())),
+    *[(aten.scatter_reduce.two, (f(3, 4), 1, g23, f(2, 3) / 2, r)) for r in ("sum", "prod", "mean", "amax", "amin")],
+    (aten.scatter_reduce.two, (ints, 1, g23, ints * 3 - 5, "mean")),
+    (aten.index_add.default, (f(3, 4), 1, i3, f(3, 3))), (aten.index_add.default, (f(3), 0, torch.tensor([1, 1]), f(2))),
+    (aten.index_copy.default, (f(3, 4), 0, i3, f(3, 4) * 2)), (aten.index_fill.int_Scalar, (f(3, 4), 1, i3, 8)),
+    (aten.index_fill.int_Tensor, (f(3, 4), 0, torch.tensor([-1]), torch.tensor(3.0))),
+    (aten.index_reduce.default, (f(3, 4), 0, torch.tensor([1, 1]), f(2, 4), "amax")),
+    (aten.cat.default, ([f(2, 3), f(2, 1), f(2, 0), f(2, 4)], 1)), (aten.cat.default, ([f(0), f(2, 3)], -2)),
+    (aten.cat.default, ([ints, f(1, 3)],)), (aten.stack.default, ([f(2, 3), f(2, 3) * 2], -1)),
+    (aten.constant_pad_nd.default, (f(2, 3), [1, 2, 0, -1], 4)), (aten.constant_pad_nd.default, (f(3), [-1, 1])),
+    (aten.reflection_pad1d.default, (f(2, 5), [2, 4])), (aten.reflection_pad2d.default, (f(1, 4, 5), [1, 2, 3, 0])),
+    (aten.replication_pad2d.default, (f(1, 4, 5), [1, 2, 3, 0])), (aten.replication_pad1d.default, (f(2, 5), [-1, 6])),
+    (aten.reflection_pad2d_backward.default, (f(1, 7, 8), f(1, 4, 5), [1, 2, 3, 0])),
+    (aten.replication_pad1d_backward.default, (f(2, 11), f(2, 5), [2, 4])),
+]
+UNLIKE_SELF = ("sum", "prod", "mean", "amax", "amin")
+
+
 def label(x: Any) -> str | None:
     if isinstance(x, tuple):
         return ",".join("x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in x)[:60]
@@ -243,3 +285,17 @@ class TestRules:
         for settings in CORRECTIONS:
             assert_same(*lowered(op, x34, dim, **settings))
             assert_same(*lowered(op, x34.double(), dim, **settings))
+
+    @pytest.mark.parametrize("op,args", INDEXING, ids=label)
+    def test_indexing_agrees_with_eager(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+        kwargs = {"reduce": "multiply"} if op is aten.scatter.reduce else {}
+        assert_same(*lowered(op, *args, **kwargs))
+
+    @pytest.mark.parametrize("reduce", UNLIKE_SELF)
+    def test_scatter_reduce_without_self_agrees_with_eager(self, reduce: str) -> None:
+        for x, src in ((f(3, 4), f(2, 3) / 2), (ints.repeat(2, 1), ints * 3 - 5)):
+            assert_same(*lowered(aten.scatter_reduce.two, x, 1, g23, src, reduce, include_self=False))
+
+    def test_searchsorted_right(self) -> None:
+        assert_same(*lowered(aten.searchsorted.Tensor, f(2, 7), f(2, 5) * 2, right=True))
+        assert_same(*lowered(aten.bucketize.Tensor, holes, f(9), out_int32=True, right=True))
