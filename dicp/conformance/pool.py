@@ -16,7 +16,7 @@ from typing import IO, Any
 from .unit import CaseResult, Unit, UnitResult, from_json
 
 START_SECONDS = 120.0
-DEATHS_PER_UNIT = 6       # cases that may kill a worker before the rest of a unit is given up
+DEATHS_PER_UNIT = 3       # cases that may kill a worker before the rest of a unit is given up
 
 
 @dataclass(frozen=True)

@@ -199,16 +199,28 @@ def text(report: Report, verbose: bool = False) -> str:
         externs.update(o.externs)
     if externs:
         lines += ["", "externs: " + ", ".join(f"{n} x{c}" for n, c in externs.most_common(None if verbose else 20))]
-    shown = [f for f in report.failures if f.status == "fail" or verbose]
-    for f in shown if verbose else shown[:40]:
+    listed = [f for f in report.failures if f.status == "fail" or verbose]
+    shown = listed if verbose else _two_of_each(listed)[:60]
+    for f in shown:
         lines += [f"{f.status.upper()} {f.unit} {f.case} [{f.check}] {f.call}", f"    {f.message}"]
-    if len(shown) > 40 and not verbose:
-        lines.append(f"... and {len(shown) - 40} more (--verbose, --json or --html shows all)")
+    if len(shown) < len(listed):
+        lines.append(f"... and {len(listed) - len(shown)} more (--verbose, --json or --html shows all)")
     lines += [f"UNEXPECTED PASS {line}" for line in report.unexpected_passes]
     lines += [f"ERROR {line}" for line in report.errors]
     lines.append("")
     lines.append("OK" if report.ok else "FAILED")
     return "\n".join(lines)
+
+
+def _two_of_each(failures: list[Failure]) -> list[Failure]:
+    """At most two per operator and check."""
+    seen: Counter[tuple[str, str]] = Counter()
+    kept = []
+    for f in failures:
+        seen[f.operator, f.check] += 1
+        if seen[f.operator, f.check] <= 2:
+            kept.append(f)
+    return kept
 
 
 # ---- machines ----
