@@ -81,10 +81,10 @@ def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None)
 def rows() -> Iterator[Row]:
     """Every row, in the order of the modules that declare them."""
     from dicp.ops.rules import (activations, analysis, arithmetic, factories, indexing, joining, normalization,
-                                reductions, scans, views)
+                                pooling, reductions, scans, views)
 
     for module in (arithmetic, analysis, activations, views, factories, reductions, scans, normalization, indexing,
-                   joining):
+                   joining, pooling):
         yield from module.rows()
 
 

@@ -256,6 +256,31 @@ INDEXING: list[Case] = [
     (aten.reflection_pad2d_backward.default, (f(1, 7, 8), f(1, 4, 5), [1, 2, 3, 0])),
     (aten.replication_pad1d_backward.default, (f(2, 11), f(2, 5), [2, 4])),
 ]
+img = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(3))
+vol = torch.randn(2, 5, 6, 7, generator=torch.Generator().manual_seed(4))
+POOLING: list[Case] = [
+    (aten.max_pool2d_with_indices.default, (img, [3, 3], [2, 2], [1, 1])),
+    (aten.max_pool2d_with_indices.default, (img, [2, 3], [], [0, 1], [2, 1], True)),
+    (aten.max_pool2d_with_indices.default, (img, [6, 6], [1, 1], [2, 2])),
+    (aten.max_pool2d_with_indices.default, (img.bfloat16()[0], 2)),
+    (aten.max_pool2d_with_indices.default, (torch.full((1, 3, 3), -math.inf), 2, 2, 1)),
+    (aten.max_pool3d_with_indices.default, (vol, [2, 2, 2], [2, 1, 2], [1, 0, 1])),
+    (aten.avg_pool2d.default, (img, [3, 3], [2, 2], [1, 1])),
+    (aten.avg_pool2d.default, (img, [3, 2], [2, 2], [1, 0], True, False)),
+    (aten.avg_pool2d.default, (img, [3, 2], [2, 2], [1, 1], True)),
+    (aten.avg_pool2d.default, (img, 2, [], 0, False, True, 3)), (aten.avg_pool3d.default, (vol, 2, [], 1)),
+    (aten.avg_pool2d.default, (img, [7, 9])),
+    (aten.avg_pool2d_backward.default, (f(2, 3, 4, 5), img, [3, 3], [2, 2], [1, 1], False, True, None)),
+    (aten.avg_pool2d_backward.default, (f(2, 3, 4, 5), img, [3, 3], [2, 2], [1, 1], False, False, None)),
+    (aten.avg_pool2d_backward.default, (f(2, 3, 3, 3), img, [2, 3], [2, 3], [0, 0], False, True, None)),
+    (aten._adaptive_avg_pool2d.default, (img, [1, 1])), (aten._adaptive_avg_pool2d.default, (img, [3, 4])),
+    (aten._adaptive_avg_pool2d.default, (img, [9, 3])), (aten._adaptive_avg_pool3d.default, (vol, [2, 3, 5])),
+    (aten._adaptive_avg_pool2d_backward.default, (f(2, 3, 1, 1), img)),
+    (aten._adaptive_avg_pool2d_backward.default, (f(2, 3, 3, 4), img)),
+    (aten._adaptive_avg_pool2d_backward.default, (f(2, 3, 9, 3), img)),
+    (aten.adaptive_max_pool2d.default, (img, [3, 4])), (aten.adaptive_max_pool3d.default, (vol, [2, 3, 2])),
+    (aten.adaptive_max_pool2d.default, (img, [1, 1])),
+]
 UNLIKE_SELF = ("sum", "prod", "mean", "amax", "amin")
 
 
@@ -299,3 +324,15 @@ class TestRules:
     def test_searchsorted_right(self) -> None:
         assert_same(*lowered(aten.searchsorted.Tensor, f(2, 7), f(2, 5) * 2, right=True))
         assert_same(*lowered(aten.bucketize.Tensor, holes, f(9), out_int32=True, right=True))
+
+    @pytest.mark.parametrize("op,args", POOLING, ids=label)
+    def test_pooling_agrees_with_eager(self, op: OpOverload, args: tuple[Any, ...]) -> None:
+        assert_same(*lowered(op, *args))
+
+    @pytest.mark.parametrize("window", [(3, 2, 1, 1), (2, 2, 0, 1), (3, 1, 0, 2), (5, 1, 2, 1)], ids=str)
+    def test_max_pool_backward_agrees_with_eager(self, window: tuple[int, ...]) -> None:
+        k, st, p, d = ([n] * 2 for n in window)
+        y, at = aten.max_pool2d_with_indices(img, k, st, p, d)
+        assert_same(*lowered(aten.max_pool2d_with_indices_backward.default, f(*y.shape), img, k, st, p, d, False, at))
+        y, at = aten.adaptive_max_pool2d(img, [3, 2])
+        assert_same(*lowered(aten.adaptive_max_pool2d_backward.default, f(*y.shape), img, at))
