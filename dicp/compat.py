@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode as _detect_fake_mode
@@ -51,3 +52,74 @@ def promoted_dtypes(kind: str, *operands: object) -> tuple[torch.dtype, torch.dt
     from torch._prims_common import elementwise_dtypes
 
     return elementwise_dtypes(*operands, type_promotion_kind=KINDS[kind])  # type: ignore[arg-type]
+
+
+def empty_strided_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised CPU tensor, by the shortest path there is."""
+    from torch._C._dynamo.guards import _empty_strided_cpu
+
+    return _empty_strided_cpu(shape, strides, dtype)  # type: ignore[no-any-return]
+
+
+def tensor_from_handle(handle: int) -> torch.Tensor:
+    """The tensor behind a handle of libtorch's C interface; takes the handle over."""
+    import ctypes
+
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = (
+        ctypes.py_object,
+        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+    )
+    capsule = new_capsule(handle, None, None)
+    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)  # type: ignore[no-any-return]
+
+
+def torch_decompositions() -> dict[object, Callable[..., object]]:
+    """A copy of torch's own decompositions: the core set, and every other one that is registered."""
+    from torch._decomp import decomposition_table
+
+    return dict(decomposition_table)
+
+
+def core_decompositions() -> set[object]:
+    """Ops that torch itself decomposes on the way to its core set."""
+    from torch._decomp import _core_aten_decompositions_post_autograd
+
+    return set(_core_aten_decompositions_post_autograd())
+
+
+def counters() -> Any:
+    """torch's counters of this backend: torch._dynamo.utils.counters["dicp"]."""
+    from torch._dynamo.utils import counters as all_counters
+
+    return all_counters["dicp"]
+
+
+def aot_compile(gm: Any, example_inputs: Any, *, forward: Any, backward: Any, inference: Any,
+                decompositions: Any) -> Any:
+    """AOTAutograd with the min-cut partitioner; mutated inputs stay copy_ nodes of the graphs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, decompositions=decompositions,
+        partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
+    )(gm, example_inputs)
+
+
+def report_output_strides(strides: list[Any]) -> None:
+    """Tell AOTAutograd the strides that a forward graph's outputs have, so that the backward is traced with them."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None and not context.output_strides:
+        context.output_strides.extend(strides)
+
+
+def visible_outputs() -> int | None:
+    """How many leading outputs of a forward graph reach the user; the rest is saved for backward."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    return None if metadata is None else int(metadata.num_forward)

@@ -90,6 +90,8 @@ def _apply(key: Key, done: dict[Key, torch.Tensor], env: Env, load: Load, ref: R
         cond, value, other = x.args
         return torch.where(done[cond, mask], done[value, (*mask, cond)], done[other, mask])
     args = [done[a, mask] for a in x.args if isinstance(a, Expr)]
+    if x.op == "check":
+        return _checked(x, *args, _live(mask, done))
     if x.op == "cast":
         return args[0].to(x.dtype)
     if x.op == "round":
@@ -112,9 +114,7 @@ def _load(x: Expr, mask: Mask, done: dict[Key, torch.Tensor], env: Env, load: Lo
     where = x.args[1] if isinstance(x.args[1], tuple) else (x.args[1],)
     idx = [torch.as_tensor(_position(i, mask, done, env), dtype=torch.int64) for i in where]
     if mask:
-        live = torch.ones((), dtype=torch.bool)
-        for depth, cond in enumerate(mask):
-            live = live & done[cond, mask[:depth]]
+        live = _live(mask, done)
         if not live.any():
             return torch.zeros((), dtype=x.dtype)
         idx = [torch.where(live, i, 0) for i in idx]
@@ -123,3 +123,21 @@ def _load(x: Expr, mask: Mask, done: dict[Key, torch.Tensor], env: Env, load: Lo
     if any(i.numel() == 0 for i in idx):
         return torch.zeros(torch.broadcast_shapes(*(i.shape for i in idx)), dtype=x.dtype)
     return load(x.args[0], tuple(idx)).to(x.dtype)
+
+
+def _live(mask: Mask, done: dict[Key, torch.Tensor]) -> torch.Tensor:
+    """Where every condition of a mask holds."""
+    live = torch.ones((), dtype=torch.bool)
+    for depth, cond in enumerate(mask):
+        live = live & done[cond, mask[:depth]]
+    return live
+
+
+def _checked(x: Expr, position: torch.Tensor, size: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """A run-time index, counted from the end when negative (and `wrap` is set). Raises IndexError out of range."""
+    wrap, number = x.args[2:]
+    if wrap:
+        position = torch.where(position < 0, position + size, position)
+    if bool((live & ((position < 0) | (position >= size))).any()):
+        raise IndexError(f"index check {number} failed")
+    return position

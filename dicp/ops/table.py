@@ -80,11 +80,11 @@ def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None)
 
 def rows() -> Iterator[Row]:
     """Every row, in the order of the modules that declare them."""
-    from dicp.ops.rules import (activations, analysis, arithmetic, factories, indexing, joining, normalization,
-                                pooling, reductions, scans, views)
+    from dicp.ops.rules import (activations, analysis, arithmetic, factories, indexing, joining, libraries,
+                                normalization, pooling, reductions, scans, views)
 
     for module in (arithmetic, analysis, activations, views, factories, reductions, scans, normalization, indexing,
-                   joining, pooling):
+                   joining, pooling, libraries):
         yield from module.rows()
 
 
