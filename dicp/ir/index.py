@@ -42,7 +42,7 @@ class Var(Atom):
         return hash(self.name)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Var) and self.name == other.name)
+        return self is other or (isinstance(other, Var) and self.name == other.name and self.size == other.size)
 
     def __repr__(self) -> str:
         return self.name

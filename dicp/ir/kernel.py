@@ -1,7 +1,7 @@
 """The kernel IR: what a kernel vendor turns into source text.
 
     kernel  := name axes params sizes statement*
-    axis    := var < extent [reduced]
+    axis    := var < extent [reduced] [serial]
     reduce  := ref[, ref] = kind(expr, ...)          over the reduced axes
     scan    := ref[, ref] = kind(expr, ...)          inclusive, along the (single) reduced axis
     store   := buffer[index] (= | += | *= | max= | min=) expr
@@ -27,8 +27,11 @@ from dicp.ir.index import Index, Var
 
 @dataclass(frozen=True)
 class Axis:
+    """`serial`: two iterations may update the same element, so they run in order (or combine atomically)."""
+
     var: Var
     reduced: bool = False
+    serial: bool = False
 
     @property
     def size(self) -> Index:
@@ -121,8 +124,6 @@ def canonical(kernel: Kernel) -> Kernel:
             return Expr("load", (buffers[x.args[0]], *x.args[1:]), x.dtype)
         if x.op == "ref":
             return Expr("ref", (refs[x.args[0]],), x.dtype)
-        if x.op == "check":
-            return Expr("check", (x.args[0], x.args[1]), x.dtype)
         return None
 
     def on_index(i: Index) -> Index:
@@ -139,7 +140,7 @@ def canonical(kernel: Kernel) -> Kernel:
             body.append(Store(buffers[s.buffer], flat, value, s.mode, s.unique))
         else:
             body.append(type(s)(tuple(refs[r] for r in s.refs), s.kind, value))
-    return Kernel("k", tuple(Axis(axes[a.var], a.reduced) for a in kernel.axes),
+    return Kernel("k", tuple(Axis(axes[a.var], a.reduced, a.serial) for a in kernel.axes),
                   tuple(Param(buffers[p.name], p.dtype, p.written, p.read) for p in kernel.params),
                   tuple(sizes.values()), tuple(body))
 
@@ -150,7 +151,7 @@ _STORE_SIGN = {"set": "=", "add": "+=", "mul": "*=", "max": "max=", "min": "min=
 def show(kernel: Kernel) -> str:
     """The kernel as text; shared subexpressions get names v0, v1, ..."""
     params = ", ".join(f"{p.name}: {NAMES[p.dtype]}{'*' if p.written else ''}" for p in kernel.params)
-    axes = ", ".join(f"{a.var} < {a.size}{' reduced' if a.reduced else ''}" for a in kernel.axes)
+    axes = ", ".join(f"{a.var} < {a.size}{' reduced' if a.reduced else ''}{' serial' if a.serial else ''}" for a in kernel.axes)
     sizes = f" sizes {', '.join(v.name for v in kernel.sizes)}" if kernel.sizes else ""
     lines = [f"kernel {kernel.name}({params}){sizes}", f"  for {axes}" if axes else "  once"]
     names: dict[Expr, str] = {}

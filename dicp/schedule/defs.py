@@ -58,6 +58,13 @@ class View:
     offset: Index = 0
 
 
+@dataclass(frozen=True)
+class Raw:
+    """A value that only calls made from Python touch: a sparse or quantised tensor, a generator, a script object."""
+
+    name: str
+
+
 @dataclass(eq=False)
 class Def:
     """One step of the lowered graph. `outputs` are the buffers it defines, `note` the op and the user's line."""
@@ -111,6 +118,7 @@ class Call(Def):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     claim: Any = None
+    results: tuple[Any, ...] = ()       # what the op returns, in order: Buffer, Raw, Index or None
 
 
 def views(x: Any) -> list[View]:

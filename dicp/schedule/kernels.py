@@ -24,7 +24,7 @@ class Launch:
     kernel: Kernel
     buffers: tuple[Buffer, ...]
     first_check: int = 0
-    in_place: frozenset[str] = frozenset()      # inputs that the output may overwrite: read only at the stored index
+    in_place: dict[str, frozenset[str]] = field(default_factory=dict)       # result -> operands it may overwrite
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
 
@@ -76,7 +76,8 @@ def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[st
     draft = _body(group, lowered, outside)
     if not draft.body:
         return None
-    axes = [Axis(v, v in group.reduced) for v in group.axes]
+    serial = _serial(group)
+    axes = [Axis(v, v in group.reduced, v in serial) for v in group.axes]
     body = _drop_dead(draft.body)
     body, axes = _settle_axes(body, axes)
     body, checks = _number_checks(body)
@@ -90,6 +91,17 @@ def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[st
     reads = frozenset(e.args[0] for s in body for e in _all_exprs(s) if e.op == "load")
     writes = frozenset(s.buffer for s in body if isinstance(s, Store))
     return Launch(kernel, buffers, first, _overwritable(body), reads, writes)
+
+
+def _serial(group: Group) -> set[Var]:
+    """Axes along which a scatter may meet the same element twice: all but those that are a target coordinate."""
+    out: set[Var] = set()
+    for m in group.members:
+        d = m.definition
+        if isinstance(d, Scatter) and not d.unique:
+            safe = {a for i in m.index(d.target) if isinstance(i, ix.Poly) and i.is_atom for a in ix.atoms(i)}
+            out |= {v for v in group.axes if v not in safe}
+    return out
 
 
 def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
@@ -192,9 +204,9 @@ def _settle_axes(body: list[Statement], axes: list[Axis]) -> tuple[list[Statemen
 
     scanning = any(isinstance(s, Scan) for s in body)
     positions = any(isinstance(s, Reduce) and s.kind in ("argmax", "argmin") for s in body)
-    outer = sorted((a for a in axes if not a.reduced), key=far, reverse=True)
-    inner = [a for a in axes if a.reduced]
-    if not positions and not scanning:          # argmax positions count in logical order
+    outer = sorted((a for a in axes if not a.reduced and not a.serial), key=far, reverse=True)
+    inner = [a for a in axes if a.reduced or a.serial]
+    if not positions and not scanning and not any(a.serial for a in inner):     # those go in logical order
         inner.sort(key=far, reverse=True)
     axes = outer + inner
     return _merge(body, axes, accesses)
@@ -207,12 +219,12 @@ def _merge(body: list[Statement], axes: list[Axis], accesses: list[Index]) -> tu
     while k + 1 < len(axes):
         a, b = axes[k], axes[k + 1]
         pairs = [(ix.coefficient(i, a.var), ix.coefficient(i, b.var)) for i in accesses]
-        joint = a.reduced == b.reduced and not any(ix.depends(i, a.var) or ix.depends(i, b.var) for i in values) and \
+        joint = (a.reduced, a.serial) == (b.reduced, b.serial) and not any(ix.depends(i, a.var) or ix.depends(i, b.var) for i in values) and \
             all(p is not None and q is not None and p[0] == q[0] * b.size for p, q in pairs)
         if not joint:
             k += 1
             continue
-        merged = Axis(Var(b.var.name, a.size * b.size), a.reduced)
+        merged = Axis(Var(b.var.name, a.size * b.size), a.reduced, a.serial)
         swap: dict[ix.Atom, Index] = {a.var: 0, b.var: ix.of(merged.var)}
         body = _substitute(body, swap)
         axes[k: k + 2] = [merged]
@@ -223,7 +235,7 @@ def _merge(body: list[Statement], axes: list[Axis], accesses: list[Index]) -> tu
 
 def _rename(body: list[Statement], axes: list[Axis]) -> tuple[list[Statement], list[Axis]]:
     """Axes called i0, i1, ... from the outside in."""
-    new = [Axis(Var(f"i{k}", a.size), a.reduced) for k, a in enumerate(axes)]
+    new = [Axis(Var(f"i{k}", a.size), a.reduced, a.serial) for k, a in enumerate(axes)]
     swap: dict[ix.Atom, Index] = {a.var: ix.of(n.var) for a, n in zip(axes, new, strict=True)}
     return _substitute(body, swap), new
 
@@ -292,15 +304,23 @@ def _params(body: list[Statement], lowered: Lowered) -> tuple[tuple[Param, ...],
     return params, buffers
 
 
-def _overwritable(body: list[Statement]) -> frozenset[str]:
-    """Loaded buffers every read of which is at the one position that some statement stores to."""
-    stores = {s.index for s in body if isinstance(s, Store) and s.mode == "set"}
+def _overwritable(body: list[Statement]) -> dict[str, frozenset[str]]:
+    """For each stored buffer, the loaded buffers that are only read at the very position it is stored to.
+
+    With reductions only a store that follows all of them counts: an earlier one would change what later phases read.
+    """
+    reduced = {r for s in body if not isinstance(s, Store) for r in s.refs}
     at: dict[str, set[Index]] = {}
     for s in body:
         for e in _all_exprs(s):
             if e.op == "load":
                 at.setdefault(e.args[0], set()).add(e.args[1])
-    return frozenset(n for n, where in at.items() if len(where) == 1 and where <= stores)
+    out: dict[str, frozenset[str]] = {}
+    for s in body:
+        if isinstance(s, Store) and s.mode == "set" and \
+                reduced <= {e.args[0] for e in _all_exprs(s) if e.op == "ref"}:
+            out[s.buffer] = frozenset(n for n, where in at.items() if where == {s.index})
+    return out
 
 
 def _name(group: Group) -> str:

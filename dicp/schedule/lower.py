@@ -25,8 +25,8 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
-from dicp.ops.table import table
-from dicp.schedule.defs import Buffer, Call, Def, Pointwise, Reduction, Scatter, View
+from dicp.ops.table import Declined, table
+from dicp.schedule.defs import Buffer, Call, Def, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.splitting import split_extent
 from dicp.schedule.symbols import Symbols
 
@@ -120,8 +120,8 @@ class _Lowering:
             self.values[node] = self.index(val)
             self.out.inputs.append(self.values[node])
         else:
-            self.values[node] = val if isinstance(val, (int, float, bool)) else None
-            self.out.inputs.append(None)
+            self.values[node] = val if isinstance(val, (int, float, bool)) else Raw(node.name)
+            self.out.inputs.append(self.values[node] if isinstance(self.values[node], Raw) else None)
 
     def _constant(self, node: fx.Node) -> None:
         attr = getattr(self.gm, str(node.target))
@@ -138,7 +138,12 @@ class _Lowering:
             return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
         val = node.meta.get("val")
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
+            if node.meta.get("unbacked_bindings"):
+                self._extern(node, "a size read from data")
             return self.index(val)
+        if node.target is aten._local_scalar_dense.default and isinstance(val, torch.SymFloat):
+            source = self.values[node.args[0]]  # type: ignore[index]
+            return ex.cast(source((0,) * len(source.shape)), torch.float64)
         if node.target is aten.copy_.default and node.args[0].op == "placeholder":  # type: ignore[union-attr]
             self.mutations.append((node.args[0], node.args[1]))  # type: ignore[arg-type]
             return self.values[node.args[1]]  # type: ignore[index]
@@ -152,7 +157,7 @@ class _Lowering:
             args, kwargs = self._arguments(node)
             try:
                 result = row.lower(self, node, args, kwargs)
-            except NotImplementedError as e:
+            except Declined as e:
                 return self._extern(node, str(e))
             return self._settle(node, result)
         return self._extern(node, "no lowering and no library claim")
@@ -395,6 +400,18 @@ class _Lowering:
         self.out.defs.append(Pointwise((buffer,), _note(self.node), _loop_vars(idx), expr, idx))
         return View(buffer, value.shape, buffer.strides)
 
+    def in_order(self, value: Any, order: tuple[int, ...]) -> View:
+        """A value as a window whose dims lie in memory in `order`, outermost first."""
+        view = value if isinstance(value, View) else self.operand(value)
+        wanted = dense_strides(view.shape, order)
+        if _strides_agree(view.strides, wanted, view.shape):
+            return view
+        idx = self._vars(view.shape)
+        expr = value(idx) if isinstance(value, Value) else view.buffer.value()(idx)
+        buffer = self._buffer(view.shape, view.buffer.dtype, wanted)
+        self.out.defs.append(Pointwise((buffer,), f"layout change {_note(self.node)}", _loop_vars(idx), expr, idx))
+        return View(buffer, view.shape, wanted)
+
     def _operands(self, x: Any) -> Any:
         if isinstance(x, (Value, Buffer)):
             return self.operand(x)
@@ -413,10 +430,9 @@ class _Lowering:
     def _extern(self, node: fx.Node, why: str) -> Any:
         if self.config.strict:
             where = user_location(node)
-            raise UnsupportedOp(f"{node.target}: {self.vendor.name} has no code for this op ({why})"
-                                + (f"\n  at {where}" if where else "")
-                                + "\n  remedy: drop options={'strict': True} to run it as an extern aten call, "
-                                  "or add a row to dicp/ops (docs/adding_an_op.md)")
+            raise UnsupportedOp(f"{node.target}: {self.vendor.name} has no code for this op ({why})", where=where or (),
+                                todo="drop options={'strict': True} to run it as an extern aten call, "
+                                     "or add a row to dicp/ops (docs/adding_an_op.md)")
         args, kwargs = self._arguments(node)
         args, kwargs = self._operands(args), {k: self._operands(v) for k, v in kwargs.items()}
         return self._add_call(node, args, kwargs, None, None, "extern")
@@ -426,13 +442,17 @@ class _Lowering:
         vals = list(val) if isinstance(val, (tuple, list)) else [val]
         outs: list[Any] = []
         for k, v in enumerate(vals):
-            if not isinstance(v, torch.Tensor):
-                outs.append(None)
+            if isinstance(v, torch.SymInt):
+                outs.append(self.index(v))
+                continue
+            if not isinstance(v, torch.Tensor) or not _dense(v):
+                outs.append(None if v is None else Raw(f"{node.name}_{k}"))
                 continue
             layout = strides[k] if strides is not None and strides[k] is not None else self._sizes(v.stride())
             outs.append(self._buffer(self._sizes(v.shape), v.dtype, layout, kind))
-        self.out.defs.append(Call(tuple(outs), _note(node), node, args, kwargs, claim))
-        results = tuple(None if b is None else b.value() if ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
+        tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
+        self.out.defs.append(Call(tensors, _note(node), node, args, kwargs, claim, tuple(outs)))
+        results = tuple(b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
                         for b in outs)
         return results if isinstance(val, (tuple, list)) else results[0]
 
@@ -474,7 +494,7 @@ class _Lowering:
         val = r.meta.get("val")
         if r.op == "placeholder":
             return ("input", [n for n in self.gm.graph.nodes if n.op == "placeholder"].index(r))
-        if not isinstance(val, torch.Tensor):
+        if not isinstance(val, torch.Tensor) or isinstance(value, Raw):
             return value
         if isinstance(value, Buffer):
             return View(value, value.shape, value.strides)
@@ -620,6 +640,5 @@ def _host_scalar(node: fx.Node, lowering: _Lowering) -> Any:
     if isinstance(val, torch.SymFloat) and type(expr).__name__ == "ToFloat":
         return ex.cast(ex.index_value(lowering.index(expr.args[0])), torch.float64)
     where = user_location(node)
-    raise UnsupportedOp(f"{node.target}: a run-time float or bool scalar ({expr}) is not supported yet"
-                        + (f"\n  at {where}" if where else "")
-                        + "\n  remedy: mark the size static, or compute the scalar as a tensor")
+    raise UnsupportedOp(f"{node.target}: a run-time float or bool scalar ({expr}) is not supported yet",
+                        where=where or (), todo="mark the size static, or compute the scalar as a tensor")

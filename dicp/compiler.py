@@ -1,0 +1,78 @@
+"""The whole way from an FX graph to a callable, on one page."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+from dicp.ir.verify import verify
+from dicp.passes import run_passes
+from dicp.runtime.dump import Dump
+from dicp.runtime.program import Program, make_program
+from dicp.schedule.fuse import fuse
+from dicp.schedule.kernels import build_kernels
+from dicp.schedule.lower import lower
+from dicp.schedule.memory import plan_memory
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A compiled graph, and what `explain` tells of it."""
+
+    name: str
+    role: str
+    call: Callable[[list[Any]], Any]
+    program: Program
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def compile_graph(gm: fx.GraphModule, vendor: Any, config: Any, role: str = "inference") -> Compiled:
+    """Compile an aten graph (functional, with fake values in meta["val"]) for a kernel vendor.
+
+    role: inference, forward or backward, for names and reports.
+    Raises UnsupportedOp (strict mode), BuildError, ToolchainError, VerifyError.
+    """
+    name = f"graph{next(_numbers)}_{role}"
+    seconds: dict[str, float] = {}
+    dump = Dump(name, config)
+    step = _timer(seconds)
+    dump.graph("00_import", gm)
+    with step("passes"):
+        gm = run_passes(gm, vendor, config, dump.on_pass)
+    if config.verify:
+        verify(gm)
+    with step("lower"):
+        lowered = lower(gm, vendor, config)
+    dump.definitions("20_lowered", lowered)
+    with step("fuse"):
+        steps = fuse(lowered)
+    with step("kernels"):
+        items = build_kernels(steps, lowered)
+    dump.items("30_kernels", items)
+    with step("memory"):
+        plan = plan_memory(items, lowered)
+    program = make_program(name, lowered, items, plan)
+    dump.plan("40_memory", program)
+    with step("build"):
+        call = vendor.assemble(program, config)
+    dump.sources(program)
+    compiled = Compiled(name, role, call, program, seconds)
+    dump.done(compiled)
+    return compiled
+
+
+def _timer(seconds: dict[str, float]) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def step(name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - start
+    return step

@@ -1,0 +1,65 @@
+"""Between Dynamo's graph and ours: AOTAutograd with dicp's decompositions, partitioner and inner compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp import compat
+from dicp.compiler import Compiled, compile_graph
+from dicp.ops.decompositions import decomposition_table
+from dicp.schedule.defs import View
+
+
+def compile_joint(gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: Any, config: Any) -> Callable[..., Any]:
+    """Trace forward and (where gradients are needed) backward, and compile each."""
+    def inner(role: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+        def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if role == "forward":
+                _free_saved_strides(graph)
+            compiled = compile_graph(graph, vendor, config, role)
+            _count(compiled)
+            if role == "forward":
+                compat.report_output_strides(output_strides(compiled))
+            return compiled.call
+        return compile_inner
+    return compat.aot_compile(
+        gm, example_inputs, forward=inner("forward"), backward=inner("backward"), inference=inner("inference"),
+        decompositions=decomposition_table(lambda op: False))
+
+
+def _free_saved_strides(graph: fx.GraphModule) -> None:
+    """Values saved for backward may keep whatever layout they have; what the user sees keeps eager's strides."""
+    visible = compat.visible_outputs()
+    symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.graph.nodes)
+    if visible is None or symbolic:
+        return
+    output = next(iter(reversed(graph.graph.nodes)))
+    shown = set(output.args[0][:visible])
+    for node in output.args[0][visible:]:
+        if isinstance(node, fx.Node) and node.op != "placeholder" and node not in shown and \
+                isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["dicp_free_strides"] = True
+
+
+def output_strides(compiled: Compiled) -> list[Any]:
+    """Strides of each output of a graph of static sizes; None for what we did not lay out."""
+    outputs = compiled.program.lowered.outputs
+    if any(isinstance(o, View) and not all(isinstance(s, int) for s in (*o.shape, *o.strides)) for o in outputs):
+        return []
+    return [o.strides if isinstance(o, View) else None for o in outputs]
+
+
+def _count(compiled: Compiled) -> None:
+    """torch._dynamo.utils.counters["dicp"]: kernels, library calls, externs and their names, over all compiles."""
+    counters = compat.counters()
+    program = compiled.program
+    counters["graphs"] += 1
+    counters["kernels"] += len(program.launches)
+    counters["library"] += len(program.library_calls)
+    counters["extern"] += len(program.externs)
+    for call in program.externs:
+        counters[f"extern:{call.node.target}"] += 1

@@ -1,0 +1,114 @@
+"""What a compile shows of itself: one log line per graph, and every stage as text.
+
+DICP_DEBUG    1 a line per graph   3 the graph after each pass that changed it   4 generated source   5 kernel IR
+DICP_DUMP     a folder that receives 00_import.txt ... 40_memory.txt and the generated sources, per graph
+TORCH_LOGS    "+dicp": the same lines as DICP_DEBUG=1 through torch's logging
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dicp.ir.kernel import show as show_kernel
+from dicp.ir.printer import show as show_graph
+from dicp.schedule.defs import Call, Pointwise, Reduction, Scatter
+from dicp.schedule.kernels import Launch
+
+log = logging.getLogger("dicp")
+
+
+class Dump:
+    """The observer of one compile; does nothing unless asked to."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.name, self.config = name, config
+        self.folder = Path(config.dump) / name if config.dump else None
+        self.passes = 0
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def on_pass(self) -> Callable[..., None] | None:
+        return self._pass if self.folder is not None or self.config.debug >= 3 else None
+
+    def graph(self, stage: str, gm: Any) -> None:
+        self._text(stage, 3, lambda: show_graph(gm, locations=True))
+
+    def _pass(self, name: str, gm: Any, changed: bool, seconds: float) -> None:
+        self.passes += 1
+        stage = f"{self.passes:02}_{name}"
+        text = (lambda: show_graph(gm, locations=True)) if changed else (lambda: "(unchanged)")
+        self._text(stage, 3, lambda: f"# {seconds * 1e3:.1f} ms\n{text()}")
+
+    def definitions(self, stage: str, lowered: Any) -> None:
+        self._text(stage, 5, lambda: "\n".join(map(_definition, lowered.defs)))
+
+    def items(self, stage: str, items: list[Any]) -> None:
+        self._text(stage, 5, lambda: "\n\n".join(_item(i) for i in items))
+
+    def plan(self, stage: str, program: Any) -> None:
+        self._text(stage, 5, lambda: plan_text(program))
+
+    def sources(self, program: Any) -> None:
+        for name, source in program.sources.items():
+            file = name if "." in name else f"{name}.cpp"
+            self._text(file, 4, lambda source=source: source)  # type: ignore[misc]
+
+    def done(self, compiled: Any) -> None:
+        p = compiled.program
+        line = (f"{compiled.name}: {len(p.launches)} kernels, {len(p.library_calls)} library calls, "
+                f"{len(p.externs)} externs, arena {_bytes(p.plan.size)}, "
+                f"{sum(compiled.seconds.values()):.2f} s ("
+                + ", ".join(f"{k} {v:.2f}" for k, v in compiled.seconds.items()) + ")")
+        log.info(line)
+        if self.config.debug >= 1:
+            print(f"dicp: {line}", file=sys.stderr)
+
+    def _text(self, stage: str, level: int, text: Callable[[], str]) -> None:
+        if self.folder is None and self.config.debug < level:
+            return
+        body = text()
+        if self.folder is not None:
+            path = self.folder / (stage if "." in stage else f"{stage}.txt")
+            path.write_text(body + "\n")
+        if self.config.debug >= level:
+            print(f"dicp: {self.name} {stage}\n{body}", file=sys.stderr)
+
+
+def _bytes(n: Any) -> str:
+    if not isinstance(n, int):
+        return f"{n} bytes"
+    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.1f} KiB"
+
+
+def _definition(d: Any) -> str:
+    outs = ", ".join(b.name for b in d.outputs if b is not None)
+    if isinstance(d, Pointwise):
+        return f"{outs}{list(d.index)} = {d.expr}    # {d.note}"
+    if isinstance(d, Reduction):
+        word = "scan" if d.scan else "reduce"
+        return f"{outs}{list(d.index)} = {word} {d.kind} over {list(d.rvars)} of {d.expr}    # {d.note}"
+    if isinstance(d, Scatter):
+        return f"{outs}{list(d.target)} {d.mode}= {d.expr}    # {d.note}"
+    return f"{outs} = {'library' if d.claim else 'extern'} {d.node.target}    # {d.note}"
+
+
+def _item(item: Any) -> str:
+    if isinstance(item, Launch):
+        return show_kernel(item.kernel)
+    assert isinstance(item, Call)
+    return _definition(item)
+
+
+def plan_text(program: Any) -> str:
+    """The memory plan: every temporary with its offset, size and last use."""
+    plan, buffers = program.plan, program.lowered.buffers
+    lines = [f"arena {_bytes(plan.size)}, most alive at once {_bytes(plan.lower_bound)}"]
+    for name, offset in plan.offset.items():
+        lines.append(f"  {name}: at {offset}, {_bytes(buffers[name].nbytes)}, until step {plan.last_use.get(name)}")
+    lines += [f"  {name}: in place of {root}" for name, root in plan.root.items()]
+    return "\n".join(lines)

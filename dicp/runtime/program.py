@@ -1,0 +1,388 @@
+"""The compiled form of a graph: an explicit list of steps, and the Python function that runs it.
+
+    alloc     outputs (torch's allocator) and one arena block for every temporary
+    native    a run of kernels and library calls, one call into generated code
+    extern    an aten call made from Python, counted
+    free      library results after their last use
+    return
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dicp.compat import empty_strided_cpu, tensor_from_handle
+from dicp.errors import DicpError
+from dicp.ir import index as ix
+from dicp.ir.index import Index, Var
+from dicp.ir.printer import user_location
+from dicp.runtime.arena import ARENA
+from dicp.schedule.defs import Buffer, Call, Raw, View, views
+from dicp.schedule.kernels import Item, Launch
+from dicp.schedule.lower import Lowered
+from dicp.schedule.memory import Plan, touched
+
+
+@dataclass(eq=False)
+class Segment:
+    """Consecutive native items. `kept`: library results that later steps or the caller need."""
+
+    number: int
+    items: list[Item] = field(default_factory=list)
+    frees: dict[int, list[str]] = field(default_factory=dict)      # position in items -> roots to free after it
+    kept: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Program:
+    """Everything a vendor needs to emit and run a graph."""
+
+    name: str
+    lowered: Lowered
+    items: list[Item]
+    plan: Plan
+    steps: list[Segment | Call] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    build_stats: Any = None
+
+    @property
+    def launches(self) -> list[Launch]:
+        return [i for i in self.items if isinstance(i, Launch)]
+
+    @property
+    def library_calls(self) -> list[Call]:
+        return [i for i in self.items if isinstance(i, Call) and i.claim is not None]
+
+    @property
+    def externs(self) -> list[Call]:
+        return [i for i in self.items if isinstance(i, Call) and i.claim is None]
+
+    def sizes(self) -> list[Var]:
+        """Size symbols that native code may name, in a fixed order."""
+        found: dict[str, Var] = {}
+
+        def note(i: Index) -> None:
+            for a in ix.atoms(i):
+                if isinstance(a, Var) and a.size is None:
+                    found[a.name] = a
+        for b in self.lowered.buffers.values():
+            for n in (*b.shape, *b.strides):
+                note(n)
+        for launch in self.launches:
+            for v in launch.kernel.sizes:
+                found[v.name] = v
+        for call in self.library_calls:
+            for v in views((call.args, call.kwargs)):
+                for n in (*v.shape, *v.strides, v.offset):
+                    note(n)
+            for n in _indices((call.args, call.kwargs)):
+                note(n)
+        note(self.plan.size)
+        return [found[n] for n in sorted(found)]
+
+
+def make_program(name: str, lowered: Lowered, items: list[Item], plan: Plan) -> Program:
+    """Cut the items into native segments and extern calls, and decide what outlives a segment."""
+    program = Program(name, lowered, items, plan)
+    where: dict[int, int] = {}
+    for k, item in enumerate(items):
+        if isinstance(item, Call) and item.claim is None:
+            program.steps.append(item)
+        elif program.steps and isinstance(program.steps[-1], Segment):
+            program.steps[-1].items.append(item)
+        else:
+            program.steps.append(Segment(sum(isinstance(s, Segment) for s in program.steps), [item]))
+        where[k] = len(program.steps) - 1
+    returned = {plan.find(v.buffer.name) for v in views(lowered.outputs)}
+    position = {id(item): k for k, item in enumerate(items)}
+    for step in program.steps:
+        if not isinstance(step, Segment):
+            continue
+        for at, item in enumerate(step.items):
+            if not isinstance(item, Call):
+                continue
+            for b in item.outputs:
+                if b is None or b.kind != "library":
+                    continue
+                last = plan.last_use.get(b.name, position[id(item)])
+                if b.name in returned or where.get(last, -1) != where[position[id(item)]]:
+                    step.kept.append(b.name)
+                else:
+                    spot = at + last - position[id(item)]
+                    step.frees.setdefault(spot, []).append(b.name)
+    return program
+
+
+def _indices(x: Any) -> list[Index]:
+    if isinstance(x, ix.Poly):
+        return [x]
+    if isinstance(x, (list, tuple)):
+        return [i for item in x for i in _indices(item)]
+    if isinstance(x, dict):
+        return [i for item in x.values() for i in _indices(item)]
+    return []
+
+
+@dataclass(eq=False)
+class NativeSegment:
+    """What a vendor made of a Segment: `run(*ints)` takes the buffers' addresses in the order of `arguments`, then the
+    arena's (when `arena`), then the address of the slots for kept handles (when there are any), then the sizes."""
+
+    run: Callable[..., int]
+    arguments: list[str]
+    arena: bool
+    kept: list[str]
+    fail: Callable[[int], None]
+
+
+class Runner:
+    """Writes and holds the Python function of a program."""
+
+    def __init__(self, program: Program, natives: dict[int, NativeSegment]) -> None:
+        self.program, self.natives = program, natives
+        self.lowered, self.plan = program.lowered, program.plan
+        self.symbols = program.sizes()
+        self.bound: set[str] = set()
+        self.names: dict[str, str] = {}                 # buffer root -> Python tensor name
+        self.globals: dict[str, Any] = {
+            "empty_strided": empty_strided_cpu, "ARENA": ARENA, "slots": _slots, "steal": tensor_from_handle,
+            "expect": _expect, "torch": torch}
+        self.lines: list[str] = []
+
+    def function(self) -> Callable[[list[Any]], Any]:
+        self.source = self._write()
+        exec(compile(self.source, f"<dicp {self.program.name}>", "exec"), self.globals)
+        call: Any = self.globals["call"]
+        call._boxed_call = True
+        return call  # type: ignore[no-any-return]
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def _write(self) -> str:
+        self._inputs()
+        arena = self.plan.size != 0
+        if arena:
+            self.lines.append(f"block = ARENA.take({self._text(self.plan.size)})")
+        for name, buffer in self.lowered.buffers.items():
+            if buffer.kind == "output" and self.plan.find(name) == name:
+                self.names[name] = name
+                self.lines.append(f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
+                                  f"{buffer.dtype})")
+            elif buffer.kind == "constant":
+                self.names[name] = name
+        for step in self.program.steps:
+            if isinstance(step, Segment):
+                self._native(step)
+            else:
+                self._extern(step)
+        if arena:
+            self.lines.append("ARENA.give(block)")
+        self.lines.append(f"return ({''.join(self._output(o) + ', ' for o in self.lowered.outputs)})")
+        return "def call(args):\n" + "\n".join("    " + line for line in self.lines) + "\n"
+
+    def _inputs(self) -> None:
+        names = [f"arg{k}" for k in range(len(self.lowered.inputs))]
+        if names:
+            self.lines.append(f"{', '.join(names)}, = args")
+        self.lines.append("args.clear()")
+        needed = {v.name for v in self.symbols} | {v.name for v in self._python_symbols()}
+        for arg, bound in zip(names, self.lowered.inputs, strict=True):
+            if isinstance(bound, Buffer):
+                self.names[bound.name] = arg
+            elif isinstance(bound, Raw):
+                self.names[bound.name] = arg
+            elif isinstance(bound, ix.Poly) and bound.is_atom:
+                self._bind(bound, arg, needed)
+        for arg, bound in zip(names, self.lowered.inputs, strict=True):
+            if isinstance(bound, Buffer):
+                for d, n in enumerate(bound.shape):
+                    if isinstance(n, ix.Poly) and n.is_atom:
+                        self._bind(n, f"{arg}.size({d})", needed)
+                for d, n in enumerate(bound.strides):
+                    if isinstance(n, ix.Poly) and n.is_atom:
+                        self._bind(n, f"{arg}.stride({d})", needed)
+        self._host_sizes(needed)
+
+    def _python_symbols(self) -> list[Var]:
+        found: dict[str, Var] = {}
+        stack: list[Any] = [self.lowered.outputs, [(c.args, c.kwargs, [v for v in views((c.args, c.kwargs))])
+                                                   for c in self.program.externs]]
+        while stack:
+            x = stack.pop()
+            if isinstance(x, (list, tuple)):
+                stack += list(x)
+            elif isinstance(x, dict):
+                stack += list(x.values())
+            elif isinstance(x, View):
+                stack += [*x.shape, *x.strides, x.offset]
+            elif isinstance(x, ix.Poly):
+                found.update({a.name: a for a in ix.atoms(x) if isinstance(a, Var)})
+        extra: dict[str, Var] = {}
+        for v in [*found.values(), *self.symbols]:      # symbols that host-computed sizes are made of
+            e = self.lowered.symbols.expressions.get(v)
+            if e is not None:
+                for s in e.free_symbols:
+                    if s in self.lowered.symbols.backed:
+                        extra[str(s)] = self.lowered.symbols.backed[s]
+                    else:
+                        extra[str(s)] = self.lowered.symbols._symbol(s)
+        return [*found.values(), *extra.values()]
+
+    def _bind(self, n: ix.Poly, source: str, needed: set[str]) -> None:
+        name = n.terms[0][0][0].key
+        if name in needed and name not in self.bound and name.isidentifier() and \
+                isinstance(n.terms[0][0][0], Var) and n.terms[0][0][0] not in self.lowered.symbols.host.values():
+            self.bound.add(name)
+            self.lines.append(f"{name} = {source}")
+
+    def _host_sizes(self, needed: set[str]) -> None:
+        """Sizes that are not polynomials, computed here from those bound so far."""
+        symbols = self.lowered.symbols
+        for expr, var in symbols.host.items():
+            if var.name in needed and var.name not in self.bound and \
+                    all(str(s) in self.bound for s in expr.free_symbols):
+                free = sorted(expr.free_symbols, key=str)
+                self.globals[f"size_{var.name}"] = _host_function(expr, free)
+                self.lines.append(f"{var.name} = size_{var.name}({', '.join(map(str, free))})")
+                self.bound.add(var.name)
+
+    def _native(self, segment: Segment) -> None:
+        native = self.natives[segment.number]
+        n = segment.number
+        args = [f"{self._tensor_name(a)}.data_ptr()" for a in native.arguments]
+        if native.arena:
+            args.append("block.address")
+        if native.kept:
+            self.lines.append(f"kept{n} = slots({len(native.kept)})")
+            args.append(f"kept{n}[1]")
+        args += [v.name if v.name in self.bound else "0" for v in self.symbols]
+        self.globals[f"native{n}"], self.globals[f"fail{n}"] = native.run, native.fail
+        self.lines.append(f"code = native{n}({', '.join(args)})")
+        self.lines.append(f"if code: fail{n}(code)")
+        for k, name in enumerate(native.kept):
+            self.names[name] = name
+            self.lines.append(f"{name} = steal(kept{n}[0][{k}])")
+
+    def _tensor_name(self, name: str) -> str:
+        return self.names[self.plan.find(name)] if self.plan.find(name) in self.names else self.names[name]
+
+    def _extern(self, call: Call) -> None:
+        target = f"op_{len(self.globals)}"
+        self.globals[target] = call.node.target
+        args = [self._argument(a) for a in call.args] + [f"{k}={self._argument(v)}" for k, v in call.kwargs.items()]
+        where = user_location(call.node)
+        comment = f"    # {where}" if where else ""
+        self.lines.append(f"result = {target}({', '.join(args)}){comment}")
+        many = isinstance(call.node.meta.get("val"), (tuple, list))
+        copies = _returns_alias(call.node.target)
+        for k, b in enumerate(call.results):
+            source = f"result[{k}]" if many else "result"
+            if isinstance(b, Buffer):
+                self.names[b.name] = b.name
+                # a view of arena memory would change under the reader's feet
+                self.lines.append(f"{b.name} = {source}.clone()" if copies else f"{b.name} = {source}")
+                for d, n in enumerate(b.shape):
+                    if isinstance(n, ix.Poly) and n.is_atom:
+                        self._bind(n, f"{b.name}.size({d})", {n.terms[0][0][0].key})
+                self._host_sizes({v.name for v in self.symbols})
+                self.lines.append(f"{b.name} = expect({b.name}, {self._tuple(b.shape)}, {self._tuple(b.strides)})")
+            elif isinstance(b, Raw):
+                self.names[b.name] = b.name
+                self.lines.append(f"{b.name} = {source}")
+            elif isinstance(b, ix.Poly) and b.is_atom:
+                self._bind(b, source, {b.terms[0][0][0].key})
+
+    def _argument(self, a: Any) -> str:
+        if isinstance(a, View):
+            return self._view(a)
+        if isinstance(a, Raw):
+            return self.names[a.name]
+        if isinstance(a, ix.Poly):
+            return self._text(a)
+        if isinstance(a, (list, tuple)):
+            inner = "".join(self._argument(x) + ", " for x in a)
+            return f"[{inner}]" if isinstance(a, list) else f"({inner})"
+        if isinstance(a, dict):
+            return "{" + ", ".join(f"{k!r}: {self._argument(v)}" for k, v in a.items()) + "}"
+        if a is None or isinstance(a, (bool, int, str)):
+            return repr(a)
+        name = f"value_{len(self.globals)}"
+        self.globals[name] = a
+        return name
+
+    def _view(self, v: View) -> str:
+        """A Python tensor for a window on memory."""
+        root = self.plan.find(v.buffer.name)
+        shape, strides = self._tuple(v.shape), self._tuple(v.strides)
+        if root in self.plan.offset:
+            offset = self.plan.offset[root] + v.offset * v.buffer.dtype.itemsize
+            return f"block.window({self._text(offset)}, {shape}, {strides}, {v.buffer.dtype})"
+        name = self._tensor_name(v.buffer.name)
+        owner = self.lowered.buffers.get(root, v.buffer)
+        whole = v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides
+        if whole:
+            return name
+        return f"{name}.as_strided({shape}, {strides}, {name}.storage_offset() + {self._text(v.offset)})"
+
+    def _output(self, o: Any) -> str:
+        if isinstance(o, View):
+            return self._view(o)
+        if isinstance(o, tuple) and o and o[0] == "input":
+            return f"arg{o[1]}"
+        return self._argument(o)
+
+    def _text(self, i: Index) -> str:
+        return repr(i) if isinstance(i, ix.Poly) else str(i)
+
+    def _tuple(self, xs: Sequence[Index]) -> str:
+        return "(" + "".join(self._text(x) + ", " for x in xs) + ")"
+
+
+def _slots(n: int) -> tuple[Any, int]:
+    array = (ctypes.c_int64 * n)()
+    return array, ctypes.addressof(array)
+
+
+def _expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """t with the strides that the program was planned for."""
+    if t.stride() == strides:
+        return t
+    if any(have != want and n > 1 for have, want, n in zip(t.stride(), strides, t.shape, strict=True)):
+        fresh = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
+        return fresh.copy_(t)
+    return t
+
+
+def _host_function(expr: Any, free: list[Any]) -> Callable[..., int]:
+    def evaluate(*values: int) -> int:
+        return int(expr.xreplace(dict(zip(free, map(_integer, values), strict=True))))
+    return evaluate
+
+
+def _integer(n: int) -> Any:
+    import sympy
+    return sympy.Integer(n)
+
+
+def _returns_alias(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def check_failure(messages: Sequence[str], calls: Sequence[Call]) -> Callable[[int], None]:
+    """What to raise for a native segment's return code."""
+    def fail(code: int) -> None:
+        if code > 0:
+            raise IndexError(messages[code - 1])
+        call = calls[-code - 1]
+        where = user_location(call.node)
+        raise DicpError(f"{call.node.target}: the library call failed; its message is on stderr", where=where or ())
+    return fail
+
+
+__all__ = ["NativeSegment", "Program", "Runner", "Segment", "check_failure", "make_program", "touched"]

@@ -1,0 +1,159 @@
+"""Static memory plan: where every temporary of a program lives in one arena.
+
+Buffers whose lifetimes do not overlap share memory. Static sizes: offsets are chosen largest buffer first, each at the
+lowest offset free during its life. Symbolic sizes: a freed slot is taken by a buffer of provably equal size.
+In-place reuse comes first: a kernel's result takes over the buffer of an operand that dies there and is read only at the
+position written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dicp.ir import index as ix
+from dicp.ir.index import Index
+from dicp.schedule.defs import Buffer, Call, Scatter, View, views
+from dicp.schedule.kernels import Item, Launch
+from dicp.schedule.lower import Lowered
+
+ALIGN = 64      # bytes: a cache line, and the widest vector
+
+
+@dataclass(eq=False)
+class Plan:
+    """`offset`: bytes into the arena by buffer name. `root`: the buffer whose memory a buffer shares. `last_use`:
+    the item after which a root's memory is free. `size`: arena bytes. `lower_bound`: the most that is alive at once."""
+
+    root: dict[str, str] = field(default_factory=dict)
+    offset: dict[str, Index] = field(default_factory=dict)
+    last_use: dict[str, int] = field(default_factory=dict)
+    size: Index = 0
+    lower_bound: Index = 0
+
+    def find(self, name: str) -> str:
+        while self.root.get(name, name) != name:
+            name = self.root[name]
+        return name
+
+
+@dataclass(eq=False)
+class _Life:
+    name: str
+    nbytes: Index
+    start: int
+    end: int
+
+
+def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
+    plan = Plan()
+    for d in lowered.defs:
+        if isinstance(d, Scatter):
+            plan.root[d.outputs[0].name] = d.base.name
+    start, end = _lifetimes(items, lowered, plan)
+    _reuse_in_place(items, lowered, plan, start, end)
+    lives = [_Life(n, _aligned(lowered.buffers[n].nbytes), start[n], end[n]) for n in start
+             if plan.find(n) == n and lowered.buffers[n].kind == "temp"]
+    plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
+    if all(isinstance(life.nbytes, int) for life in lives):
+        _greedy_by_size(lives, plan)
+    else:
+        _by_equal_size(lives, plan)
+    return plan
+
+
+def touched(item: Item) -> tuple[list[Buffer], list[Buffer]]:
+    """(read, written) buffers of an item."""
+    if isinstance(item, Launch):
+        return ([b for b in item.buffers if b.name in item.reads],
+                [b for b in item.buffers if b.name in item.writes])
+    return [v.buffer for v in views((item.args, item.kwargs))], [b for b in item.outputs if b is not None]
+
+
+def _lifetimes(items: list[Item], lowered: Lowered, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+    start: dict[str, int] = {}
+    end: dict[str, int] = {}
+    for k, item in enumerate(items):
+        reads, writes = touched(item)
+        for b in (*reads, *writes):
+            name = plan.find(b.name)
+            start.setdefault(name, k)
+            end[name] = k
+    for v in views(lowered.outputs):
+        end[plan.find(v.buffer.name)] = len(items)
+    return start, end
+
+
+def _reuse_in_place(items: list[Item], lowered: Lowered, plan: Plan, start: dict[str, int],
+                    end: dict[str, int]) -> None:
+    for k, item in enumerate(items):
+        if not isinstance(item, Launch):
+            continue
+        taken: set[str] = set()
+        for out in item.buffers:
+            if out.name not in item.writes or out.kind != "temp" or plan.find(out.name) != out.name \
+                    or start[out.name] != k:
+                continue
+            for name in sorted(item.in_place.get(out.name, ())):
+                source = lowered.buffers[name]
+                root = plan.find(name)
+                owner = lowered.buffers[root]
+                if (owner.kind in ("temp", "library") and end[root] == k and root not in taken
+                        and source.nbytes == out.nbytes and owner.nbytes == out.nbytes
+                        and source.dtype.itemsize == out.dtype.itemsize):
+                    plan.root[out.name] = root
+                    taken.add(root)
+                    end[root] = end[out.name]
+                    break
+
+
+def _aligned(n: Index) -> Index:
+    return ix.floordiv(n + (ALIGN - 1), ALIGN) * ALIGN
+
+
+def _greedy_by_size(lives: list[_Life], plan: Plan) -> None:
+    placed: list[tuple[int, int, _Life]] = []       # (offset, end offset, life)
+    size = 0
+    for life in sorted(lives, key=lambda x: (-x.nbytes, x.start)):  # type: ignore[operator]
+        assert isinstance(life.nbytes, int)
+        at = 0
+        for lo, hi, other in sorted(placed, key=lambda p: p[0]):
+            if other.end < life.start or life.end < other.start:
+                continue
+            if at + life.nbytes <= lo:
+                break
+            at = max(at, hi)
+        placed.append((at, at + life.nbytes, life))
+        plan.offset[life.name] = at
+        size = max(size, at + life.nbytes)
+    plan.size = size
+    events: dict[int, int] = {}
+    for life in lives:
+        assert isinstance(life.nbytes, int)
+        events[life.start] = events.get(life.start, 0) + life.nbytes
+        events[life.end + 1] = events.get(life.end + 1, 0) - life.nbytes
+    alive = peak = 0
+    for k in sorted(events):
+        alive += events[k]
+        peak = max(peak, alive)
+    plan.lower_bound = peak
+
+
+def _by_equal_size(lives: list[_Life], plan: Plan) -> None:
+    free: dict[Index, list[Index]] = {}
+    busy: list[tuple[int, Index, Index]] = []
+    for life in sorted(lives, key=lambda x: x.start):
+        for end, nbytes, at in [b for b in busy if b[0] < life.start]:
+            free.setdefault(nbytes, []).append(at)
+            busy.remove((end, nbytes, at))
+        slots = free.get(life.nbytes)
+        if slots:
+            at = slots.pop()
+        else:
+            at = plan.size
+            plan.size = plan.size + life.nbytes
+        plan.offset[life.name] = at
+        busy.append((life.end, life.nbytes, at))
+    plan.lower_bound = plan.size
+
+
+__all__ = ["Call", "Plan", "View", "plan_memory", "touched"]

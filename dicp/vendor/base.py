@@ -1,0 +1,69 @@
+"""What a vendor is: data and a few functions, found through the entry-point group `dicp.vendors`.
+
+Two families fit. A *kernel vendor* takes lowered kernels (`emit` ... through `assemble`); a *graph-compiler vendor*
+hands whole graphs, or the parts it supports, to a toolchain of its own (`GraphVendor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.fx as fx
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An op that the vendor gives to a library.
+
+    emit(writer, call) -> source lines of the call. out: the call writes into memory we plan (else it allocates).
+    strides(lowering, node, args) -> strides of each result, None for "as traced".
+    prepare(lowering, node, args) -> arguments, when they must be other than the node's own (dense, transposed...).
+    """
+
+    name: str
+    emit: Callable[[Any, Any], list[str]]
+    out: bool = False
+    accepts: Callable[[fx.Node], bool] = lambda node: True
+    strides: Callable[[Any, fx.Node, Sequence[Any]], Any] = lambda lowering, node, args: None
+    prepare: Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]] | None = None
+
+
+class Vendor(Protocol):
+    """A kernel vendor."""
+
+    name: str
+    device: str                 # torch device type it serves
+
+    def available(self, config: Any) -> str | None:
+        """None when it can run here, else what is missing and what to do."""
+
+    def supports(self, target: Any, node: fx.Node) -> bool:
+        """Whether a dicp::* op may be formed for this node by a rewrite pass."""
+
+    def claim(self, node: fx.Node) -> Claim | None:
+        """The library call for a node, or None."""
+
+    def fingerprint(self) -> str:
+        """Stable text of everything of the vendor that changes generated code: toolchain, ISA, library choices."""
+
+    def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
+        """Emit, build and load a Program; returns the function that runs it on a (boxed) list of inputs."""
+
+
+class GraphVendor(Protocol):
+    """A vendor whose toolchain takes graphs."""
+
+    name: str
+    device: str
+
+    def available(self, config: Any) -> str | None: ...
+
+    def supports_node(self, node: fx.Node) -> bool:
+        """Whether the toolchain can take this node. The rest runs in eager PyTorch, counted as extern."""
+
+    def fingerprint(self) -> str: ...
+
+    def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., Any]:
+        """Compile a graph all of whose nodes are supported."""

@@ -1,0 +1,101 @@
+// What generated kernels need besides vectors: checked run-time indices and the states of reductions.
+#pragma once
+#include "dicp_vec.h"
+
+namespace dicp {
+
+// The number of lanes a loop step covers when `rest` elements are left.
+DICP_INLINE Lanes lanes_left(int64_t rest) { return Lanes{(int)(rest < LANES ? rest : LANES)}; }
+
+// An index read at run time: negative ones count from the end when `wrap`; an index out of range raises the flag and
+// becomes 0, so that no access leaves the buffer.
+template <class N>
+DICP_INLINE int64_t check_index(int64_t i, int64_t size, bool wrap, int32_t* flag, N, bool active = true) {
+  if (wrap && i < 0) i += size;
+  if (i >= 0 && i < size) return i;
+  if (active) *flag = 1;
+  return 0;
+}
+template <class N>
+DICP_INLINE vi64 check_index(vi64 i, int64_t size, bool wrap, int32_t* flag, N lanes, vbool m) {
+  if (wrap) i = where(lt(i, int64_t(0)), i + size, i);
+  const vbool good = land(ge(i, int64_t(0)), lt(i, size));
+  if (hany(land(land(lnot(good), m), active(lanes)))) *flag = 1;
+  return where(good, i, splat<vi64>(0));
+}
+template <class N>
+DICP_INLINE vi64 check_index(vi64 i, int64_t size, bool wrap, int32_t* flag, N lanes, bool m = true) {
+  return check_index(i, size, wrap, flag, lanes, splat<vbool>(m));
+}
+
+// A float sum whose rounding error grows with n / 64, not n: parts of 64 steps are added up on their own.
+template <class V> struct LongSum {
+  V part, total;
+  int steps;
+  DICP_INLINE void add(V v) {
+    part = part + v;
+    if (++steps == 64) {
+      total = total + part;
+      part = splat_any(0);
+      steps = 0;
+    }
+  }
+  DICP_INLINE V result() const { return total + part; }
+  static DICP_INLINE V splat_any(scalar<V> s) {
+    if constexpr (is_vec<V>) return splat<V>(s);
+    else return s;
+  }
+};
+
+// Running mean and sum of squared deviations of values that arrive one by one, in every lane alike (Welford 1962).
+template <class V> struct Welford {
+  V mean, m2;
+  DICP_INLINE void add(V x, scalar<V> one_over_count) {
+    const V d = x - mean;
+    mean = mean + d * one_over_count;
+    m2 = m2 + d * (x - mean);
+  }
+};
+
+// Welford along a row: each lane sees every LANES-th value, tail lanes one less; Chan's formula joins the lanes.
+template <class V> struct RowWelford {
+  Welford<V> lane{splat<V>(0), splat<V>(0)};
+  int64_t rounds = 0;
+  int tail = 0;
+  DICP_INLINE void add(V x, Full) { lane.add(x, scalar<V>(1) / scalar<V>(++rounds)); }
+  DICP_INLINE void add(V x, Lanes lanes) {
+    Welford<V> next = lane;
+    next.add(x, scalar<V>(1) / scalar<V>(rounds + 1));
+    lane.mean = where(active(lanes), next.mean, lane.mean);
+    lane.m2 = where(active(lanes), next.m2, lane.m2);
+    tail = lanes.n;
+  }
+  DICP_INLINE scalar<V> count() const { return scalar<V>(rounds * LANES + tail); }
+  DICP_INLINE V weight() const {
+    const V whole = splat<V>(scalar<V>(rounds));
+    return tail ? where(active(Lanes{tail}), whole + scalar<V>(1), whole) : whole;
+  }
+  DICP_INLINE scalar<V> mean() const { return hsum(lane.mean * weight()) / count(); }
+  DICP_INLINE scalar<V> m2() const {
+    const V d = lane.mean - mean();
+    return hsum(lane.m2 + d * d * weight());
+  }
+};
+
+template <class V> DICP_INLINE V splat_like(V, double s) {
+  if constexpr (is_vec<V>) return splat<V>(scalar<V>(s));
+  else return V(s);
+}
+
+// log(exp(a) + exp(b)) without overflow.
+template <class V> DICP_INLINE V log_add_exp(V a, V b) {
+  const V top = maximum(a, b), low = minimum(a, b);
+  return where(eq(top, low), top + splat_like(top, 0.6931471805599453), top + log1p(exp(low - top)));
+}
+
+// The value of the last active lane: what a loop over the lanes would have written last.
+DICP_INLINE int last_of(Full) { return LANES - 1; }
+DICP_INLINE int last_of(Lanes lanes) { return lanes.n - 1; }
+template <class V, class N> DICP_INLINE scalar<V> last_lane(V v, N lanes) { return Array<V>(v).at[last_of(lanes)]; }
+
+}  // namespace dicp

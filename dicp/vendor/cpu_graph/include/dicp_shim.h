@@ -1,0 +1,112 @@
+// Library calls of generated programs, through libtorch's C interface: own declarations, no torch header.
+// A call returns 0, or not 0 when it raised (libtorch then has logged what).
+#pragma once
+#include <stdint.h>
+
+extern "C" {
+typedef struct DicpTensor* Handle;
+int32_t aoti_torch_create_tensor_from_blob(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                                           int64_t offset, int32_t dtype, int32_t device, int32_t index, Handle* out);
+int32_t aoti_torch_delete_tensor_object(Handle t);
+int32_t aoti_torch_get_data_ptr(Handle t, void** out);
+int32_t aoti_torch_get_stride(Handle t, int64_t d, int64_t* out);
+int32_t aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                 int32_t device, int32_t index, Handle* out);
+int32_t aoti_torch_copy_(Handle self, Handle src, int32_t non_blocking);
+int32_t aoti_torch_cpu_mm_out(Handle out, Handle a, Handle b);
+int32_t aoti_torch_cpu_addmm_out(Handle out, Handle bias, Handle a, Handle b, double beta, double alpha);
+int32_t aoti_torch_cpu_bmm_out(Handle out, Handle a, Handle b);
+int32_t aoti_torch_cpu_baddbmm_out(Handle out, Handle c, Handle a, Handle b, double beta, double alpha);
+int32_t aoti_torch_cpu__linear_pointwise(Handle x, Handle w, Handle* bias, const char* act, const double** scalars,
+                                         int64_t n_scalars, const char** algorithm, Handle* out);
+int32_t aoti_torch_cpu__linear_pointwise_binary(Handle x, Handle other, Handle w, Handle* bias, const char* op,
+                                                Handle* out);
+int32_t aoti_torch_cpu_convolution(Handle x, Handle w, Handle* bias, const int64_t* stride, int64_t, const int64_t* pad,
+                                   int64_t, const int64_t* dilation, int64_t, int32_t transposed, const int64_t* opad,
+                                   int64_t, int64_t groups, Handle* out);
+int32_t aoti_torch_cpu_mkldnn__convolution_pointwise(Handle x, Handle w, Handle* bias, const int64_t* pad, int64_t,
+                                                     const int64_t* stride, int64_t, const int64_t* dilation, int64_t,
+                                                     int64_t groups, const char* act, const double** scalars,
+                                                     int64_t n_scalars, const char** algorithm, Handle* out);
+int32_t aoti_torch_cpu_mkldnn__convolution_pointwise_binary(Handle x, Handle other, Handle w, Handle* bias,
+                                                            const int64_t* pad, int64_t, const int64_t* stride, int64_t,
+                                                            const int64_t* dilation, int64_t, int64_t groups,
+                                                            const char* op, double* alpha, const char** act,
+                                                            const double** scalars, int64_t n_scalars,
+                                                            const char** algorithm, Handle* out);
+int32_t aoti_torch_cpu_convolution_backward(Handle grad, Handle x, Handle w, const int64_t** bias_sizes, int64_t,
+                                            const int64_t* stride, int64_t, const int64_t* pad, int64_t,
+                                            const int64_t* dilation, int64_t, int32_t transposed, const int64_t* opad,
+                                            int64_t, int64_t groups, const int32_t* mask, int64_t, Handle* dx,
+                                            Handle* dw, Handle* db);
+int32_t aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(Handle q, Handle k, Handle v, double dropout,
+                                                                   int32_t causal, Handle* mask, double* scale,
+                                                                   Handle* out, Handle* logsumexp);
+int32_t aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward(
+    Handle grad, Handle q, Handle k, Handle v, Handle out, Handle logsumexp, double dropout, int32_t causal,
+    Handle* mask, double* scale, Handle* dq, Handle* dk, Handle* dv);
+int32_t aoti_torch_cpu_max_pool2d_with_indices(Handle x, const int64_t* kernel, int64_t, const int64_t* stride, int64_t,
+                                               const int64_t* pad, int64_t, const int64_t* dilation, int64_t,
+                                               int32_t ceil_mode, Handle* out, Handle* indices);
+int32_t aoti_torch_cpu_max_pool2d_with_indices_backward(Handle grad, Handle x, const int64_t* kernel, int64_t,
+                                                        const int64_t* stride, int64_t, const int64_t* pad, int64_t,
+                                                        const int64_t* dilation, int64_t, int32_t ceil_mode,
+                                                        Handle indices, Handle* out);
+int32_t aoti_torch_cpu_native_dropout(Handle x, double p, int32_t* train, Handle* out, Handle* mask);
+int32_t aoti_torch_cpu_sort(Handle x, int64_t dim, int32_t descending, Handle* values, Handle* indices);
+int32_t aoti_torch_cpu_sort_stable(Handle x, int32_t* stable, int64_t dim, int32_t descending, Handle* values,
+                                   Handle* indices);
+int32_t aoti_torch_cpu_topk(Handle x, int64_t k, int64_t dim, int32_t largest, int32_t sorted, Handle* values,
+                            Handle* indices);
+}
+
+namespace dicp {
+
+// An owned tensor handle.
+struct Tensor {
+  Handle h = nullptr;
+  Tensor() = default;
+  Tensor(Tensor&& o) : h(o.h) { o.h = nullptr; }
+  Tensor(const Tensor&) = delete;
+  ~Tensor() { reset(); }
+  void reset() {
+    if (h) aoti_torch_delete_tensor_object(h);
+    h = nullptr;
+  }
+  Handle release() {
+    Handle out = h;
+    h = nullptr;
+    return out;
+  }
+  template <class T> T* data() const {
+    void* p = nullptr;
+    if (h) aoti_torch_get_data_ptr(h, &p);
+    return (T*)p;
+  }
+  // Lay the tensor out with the strides that the program was planned for; libraries may choose others.
+  bool require(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+    bool same = true;
+    for (int64_t d = 0; d < ndim && same; ++d) {
+      int64_t have = 0;
+      aoti_torch_get_stride(h, d, &have);
+      same = sizes[d] == 1 || have == strides[d];
+    }
+    if (same) return true;
+    Tensor fresh;
+    if (aoti_torch_empty_strided(ndim, sizes, strides, dtype, 0, 0, &fresh.h)) return false;
+    if (aoti_torch_copy_(fresh.h, h, 0)) return false;
+    Handle old = h;
+    h = fresh.h;
+    fresh.h = old;
+    return true;
+  }
+};
+
+// A tensor handle on memory of the program.
+inline Tensor view(const void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+  Tensor t;
+  aoti_torch_create_tensor_from_blob((void*)data, ndim, sizes, strides, 0, dtype, 0, 0, &t.h);
+  return t;
+}
+
+}  // namespace dicp

@@ -1,0 +1,199 @@
+"""A run of kernels and library calls as one C++ function.
+
+    extern "C" int64_t segment0(const int64_t* a)      a: addresses of inputs, outputs, arena; sizes; result slots
+        0       done
+        k > 0   index check k - 1 failed
+        k < 0   library call -k - 1 raised
+Kernels live in units of their own; `bind` gives the segment their addresses once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dicp.ir.index import Index
+from dicp.schedule.defs import Buffer, Call, View
+from dicp.schedule.kernels import Launch
+from dicp.vendor.cpu_graph import codegen
+from dicp.vendor.cpu_graph.expression import STORAGE, index_text
+
+DTYPE_CODES = {torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5,
+               torch.float32: 6, torch.float64: 7, torch.complex64: 9, torch.complex128: 10, torch.bool: 11,
+               torch.bfloat16: 15}
+
+
+class SegmentWriter:
+    """Writes one segment. Claims call `tensor`, `optional`, `ints`, `results` and `call`."""
+
+    def __init__(self, name: str, plan: Any, kernel_names: dict[str, str], size_names: Sequence[str]) -> None:
+        self.name, self.plan, self.kernel_names = name, plan, kernel_names
+        self.size_names = list(size_names)
+        self.lines: list[str] = []
+        self.arguments: list[str] = []              # buffers whose address the caller passes, in order
+        self.declared: set[str] = set()
+        self.kernels: dict[str, Any] = {}           # kernel function -> Launch, in order of first use
+        self.calls: list[Call] = []
+        self.kept: list[str] = []                   # library results that outlive the segment, in slot order
+        self.handles: dict[str, str] = {}
+        self.hoisted: list[str] = []
+        self.steps: list[str] = []
+        self.count = 0
+        self.uses_arena = False
+        self.uses_checks = False
+
+    # -- what claims use -----------------------------------------------------------------------------------------
+
+    def fresh(self, stem: str) -> str:
+        self.count += 1
+        return f"{stem}{self.count}"
+
+    def text(self, i: Index) -> str:
+        return index_text(i, lambda a: a.name)  # type: ignore[attr-defined]
+
+    def ints(self, values: Sequence[Any]) -> tuple[str, int]:
+        """(name of an int64 array, length)."""
+        name = self.fresh("n")
+        if values:
+            self.lines.append(f"const int64_t {name}[] = {{{', '.join(self.text(v) for v in values)}}};")
+        else:
+            self.lines.append(f"const int64_t* const {name} = nullptr;")
+        return name, len(values)
+
+    def tensor(self, v: View) -> str:
+        """A handle for a window on memory."""
+        pointer = self.pointer(v.buffer)
+        where = pointer if v.offset == 0 else f"{pointer} + {self.text(v.offset)}"
+        sizes, n = self.ints(v.shape)
+        strides, _ = self.ints(v.strides)
+        name = self.fresh("t")
+        self.lines.append(f"const Tensor {name} = view({where}, {n}, {sizes}, {strides}, "
+                          f"{DTYPE_CODES[v.buffer.dtype]});")
+        return f"{name}.h"
+
+    def optional(self, v: View | None) -> str:
+        """A pointer to a handle, or nullptr."""
+        if v is None:
+            return "nullptr"
+        name = self.fresh("o")
+        self.lines.append(f"Handle {name} = {self.tensor(v)};")
+        return f"&{name}"
+
+    def output(self, buffer: Buffer) -> str:
+        """A handle on planned memory that the call writes."""
+        return self.tensor(View(buffer, buffer.shape, buffer.strides))
+
+    def call(self, call: Call, function: str, arguments: Sequence[str], extra: Sequence[str] = ()) -> None:
+        """One library call. Results that the library allocates are appended to the arguments, then `extra`."""
+        results = [b for b in call.outputs if b is not None and b.kind == "library"] if not call.claim.out else []
+        names = []
+        for b in call.outputs if not call.claim.out else ():
+            if b is None:
+                names.append("nullptr")
+                continue
+            handle = f"{b.name}_t"
+            self.handles[b.name] = handle
+            self.hoisted.append(f"Tensor {handle};")
+            names.append(f"&{handle}.h")
+        self.calls.append(call)
+        number = len(self.calls)
+        self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) return {-number};")
+        for b in results:
+            sizes, n = self.ints(b.shape)
+            strides, _ = self.ints(b.strides)
+            self.lines.append(f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) "
+                              f"return {-number};")
+
+    # -- pointers ------------------------------------------------------------------------------------------------
+
+    def pointer(self, b: Buffer) -> str:
+        """The C++ pointer of a buffer, declared at its first use."""
+        if b.name in self.declared:
+            return b.name
+        self.declared.add(b.name)
+        kind = STORAGE.get(b.dtype, "char")
+        root = self.plan.find(b.name)
+        if root in self.plan.offset:
+            self.uses_arena = True
+            source = f"arena + {self.text(self.plan.offset[root])}"
+        elif root in self.handles:
+            source = f"{self.handles[root]}.data<char>()"
+        else:
+            if root not in self.arguments:
+                self.arguments.append(root)
+            source = f"a[{self.arguments.index(root)}]"
+        self.hoist(f"{kind}* const {b.name} = ({kind}*)({source});", root in self.handles)
+        return b.name
+
+    def hoist(self, line: str, here: bool) -> None:
+        """Declare at the top of the function, or in place when the value only exists from here on."""
+        (self.steps if here else self.hoisted).append(line)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def write(self, steps: Sequence[Any]) -> None:
+        """Add steps: Launch, Call, or ("free", root name)."""
+        for step in steps:
+            if isinstance(step, Launch):
+                self._launch(step)
+            elif isinstance(step, Call):
+                self._library(step)
+            else:
+                self.steps.append(f"{self.handles[step[1]]}.reset();")
+
+    def _launch(self, launch: Launch) -> None:
+        function = self.kernel_names[launch.kernel.digest]
+        self.kernels.setdefault(function, launch)
+        args = [self.pointer(b) for b in launch.buffers] + [v.name for v in launch.kernel.sizes]
+        if codegen.has_checks(launch.kernel):
+            self.uses_checks = True
+            args.append(f"checks + {launch.first_check}")
+        self.steps.append(f"{function}({', '.join(args)});")
+
+    def _library(self, call: Call) -> None:
+        self.lines = []
+        call.claim.emit(self, call)
+        note = f"  // {call.note}"
+        self.steps += [f"{{{note}", *("  " + line for line in self.lines), "}"]
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Hand library results to the caller through the result slots."""
+        for k, name in enumerate(names):
+            self.kept.append(name)
+            self.steps.append(f"results[{k}] = (int64_t){self.handles[name]}.release();")
+
+    def finish(self, n_checks: int) -> list[str]:
+        if not self.uses_checks:
+            return ["return 0;"]
+        return [f"for (int k = 0; k < {n_checks}; ++k)", "  if (checks[k]) return k + 1;", "return 0;"]
+
+    def source(self, n_checks: int) -> str:
+        """The translation unit."""
+        out = ['#include "dicp_shim.h"', '#include "dicp_storage.h"', "using namespace dicp;", ""]
+        for k, launch in enumerate(self.kernels.values()):
+            name = self.kernel_names[launch.kernel.digest]
+            kernel = codegen.canonical_with_notes(launch.kernel)
+            params = codegen.signature(kernel, "").removeprefix("void (")
+            out.append(f"static void (*{name})({params};  // kernel {k}")
+        bound = [f"  {n} = (decltype({n}))k[{i}];" for i, n in enumerate(self.kernels)]
+        out += ["", f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}_bind(const int64_t* k) {{',
+                *(bound or ["  (void)k;"]), "  return 0;", "}", ""]
+        body = []
+        position = len(self.arguments)
+        if self.uses_arena:
+            body.append(f"char* const arena = (char*)a[{position}];")
+            position += 1
+        if self.kept:
+            body.append(f"int64_t* const results = (int64_t*)a[{position}];")
+            position += 1
+        for name in self.size_names:
+            body.append(f"const int64_t {name} = a[{position}];")
+            position += 1
+        if self.uses_checks:
+            body.append(f"int32_t checks[{n_checks}] = {{}};")
+        body += [*self.hoisted, *self.steps, *self.finish(n_checks)]
+        out += [f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
+                *("  " + line for line in body), "}", ""]
+        return "\n".join(out)
