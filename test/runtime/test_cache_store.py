@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -443,6 +444,27 @@ def test_killed_builder_hands_over_at_once(store: Store, tmp_path: Path) -> None
     assert not waiter.is_alive()
     entry = store.get(KEY)
     assert entry is not None and (entry / "unit.so").read_bytes() == b"new"
+
+
+def test_a_lock_file_unlinked_between_open_and_lock_is_not_trusted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.root / "v1" / "lock" / KEY.digest
+    lock, unlinked = fcntl.flock, []
+
+    def unlink_first(fd: int, how: int) -> None:
+        if not unlinked and path.exists():
+            unlinked.append(path.unlink())
+        lock(fd, how)
+
+    def build(folder: Path) -> None:
+        with open(path) as rival, pytest.raises(BlockingIOError):
+            lock(rival, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        writer()(folder)
+
+    monkeypatch.setattr(fcntl, "flock", unlink_first)
+    store.get_or_build(KEY, build)
+    assert unlinked
 
 
 def test_waiting_for_a_stopped_builder_is_bounded(store: Store, tmp_path: Path) -> None:

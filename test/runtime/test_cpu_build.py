@@ -292,34 +292,37 @@ def test_undefined_symbol_shows_when_loaded(config: Config) -> None:
     assert "model.py:3" in str(raised.value)
 
 
-def sleepers(word: str) -> list[str]:
+NAP = f"4321.{os.getpid()}"  # a duration only this run's compilers sleep
+
+
+def sleepers() -> list[str]:
     found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in found.splitlines() if line.startswith(f"sleep {word}")]
+    return [line for line in found.splitlines() if line.startswith(f"sleep {NAP}")]
 
 
 def test_hanging_compiler_is_killed_with_its_children(tmp_path: Path) -> None:
-    cxx = compiler_script(tmp_path / "hang", "sleep 4321.25; true")
+    cxx = compiler_script(tmp_path / "hang", f"sleep {NAP}; true")
     settings = Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx, "compile_timeout_s": 1})
     start = time.monotonic()
     with pytest.raises(BuildError, match="did not finish a within 1 s"):
         build([unit("a", 1)], settings)
     assert time.monotonic() - start < 10
-    assert sleepers("4321.25") == []
+    assert sleepers() == []
 
 
 def test_first_failure_stops_the_others(tmp_path: Path) -> None:
-    cxx = compiler_script(tmp_path / "some", 'grep -q "^// bad" unit.cpp && exit 3\nsleep 4321.5; true')
+    cxx = compiler_script(tmp_path / "some", 'grep -q "^// bad" unit.cpp && exit 3\n' + f"sleep {NAP}; true")
     settings = Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx, "workers": 3})
     start = time.monotonic()
     with pytest.raises(BuildError, match="failed on bad"):
         build([unit("a", 1), unit("b", 2), unit("bad", 3), unit("c", 4), unit("d", 5)], settings)
     assert time.monotonic() - start < 10
-    assert sleepers("4321.5") == []
+    assert sleepers() == []
 
 
 def test_keyboard_interrupt_leaves_no_process(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    cxx = compiler_script(tmp_path / "hang", f"touch {started}; sleep 4321.75; true")
+    cxx = compiler_script(tmp_path / "hang", f"touch {started}; sleep {NAP}; true")
     for workers in (1, 2):
         started.unlink(missing_ok=True)
         settings = Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx, "workers": workers})
@@ -333,7 +336,7 @@ def test_keyboard_interrupt_leaves_no_process(tmp_path: Path) -> None:
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             build([unit("a", 1), unit("b", 2)], settings)
-        assert sleepers("4321.75") == []
+        assert sleepers() == []
 
 
 def test_compiler_killed_by_a_signal(tmp_path: Path) -> None:
@@ -389,7 +392,10 @@ def test_damaged_library_is_rebuilt_not_loaded(damage: str, config: Config) -> N
 
 
 def test_eviction_between_finding_and_loading(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    build([unit("a", 41)], config)
+    # by a child: what this process has loaded once, the loader would not look for again
+    child = multiprocessing.get_context("fork").Process(target=build, args=([unit("a", 41)], config))
+    child.start()
+    child.join()
     load, removed = ctypes.CDLL, []
 
     def evict_first(path: str, **kwargs: Any) -> ctypes.CDLL:
