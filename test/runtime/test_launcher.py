@@ -59,8 +59,10 @@ def test_values(calls: tuple[Launch, Bind], library: Library) -> None:
     weigh = library.address("weigh3")
     assert launch(weigh, 1, 2, 3) == bind(weigh, 3)(1, 2, 3) == 321
     same = library.address("same")
-    for value in (0, 1, -1, 2**31, -(2**31) - 1, 2**62, 2**63 - 1, -(2**63), True):
-        assert launch(same, value) == bind(same, 1)(value) == int(value)
+    for value in (0, 1, 2**31, 2**30 - 1, 2**30, 2**60 - 1, 2**60, 2**62, 2**63 - 1):
+        for signed in (value, -value, -value - 1):
+            assert launch(same, signed) == bind(same, 1)(signed) == signed
+    assert launch(same, True) == 1
     assert launch(library.address("nothing")) == bind(library.address("nothing"), 0)() == 7
     cell = ctypes.c_int64(12345)
     assert launch(library.address("peek"), ctypes.addressof(cell)) == 12345

@@ -16,6 +16,28 @@ typedef struct {
   Py_ssize_t count;
 } Bound;
 
+/* A non-negative int of at most two 30-bit digits, which every address and size is, or -1 for any other object.
+   PyLong_AsLongLong goes byte by byte through more than one digit: 20 ns against 2. */
+static inline int64_t two_digits(PyObject* value) {
+#if PYLONG_BITS_IN_DIGIT == 30 && PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000
+  if (!PyLong_CheckExact(value)) return -1;
+#if PY_VERSION_HEX < 0x030C0000
+  const Py_ssize_t size = Py_SIZE(value); /* negative for a negative int */
+  const digit* digits = ((PyLongObject*)value)->ob_digit;
+#else
+  const uintptr_t tag = ((PyLongObject*)value)->long_value.lv_tag; /* size * 8 + sign, where 2 is negative */
+  const Py_ssize_t size = (tag & 3) == 2 ? -1 : (Py_ssize_t)(tag >> 3);
+  const digit* digits = ((PyLongObject*)value)->long_value.ob_digit;
+#endif
+  if (size == 2) return (int64_t)digits[0] | (int64_t)digits[1] << 30;
+  if (size == 1) return (int64_t)digits[0];
+  return size == 0 ? 0 : -1;
+#else
+  (void)value;
+  return -1;
+#endif
+}
+
 static PyObject* call_entry(entry fn, PyObject* const* values, Py_ssize_t count) {
   int64_t stack[ON_STACK];
   int64_t* args = stack;
@@ -25,6 +47,8 @@ static PyObject* call_entry(entry fn, PyObject* const* values, Py_ssize_t count)
   }
   PyObject* result = NULL;
   for (Py_ssize_t i = 0; i < count; ++i) {
+    args[i] = two_digits(values[i]);
+    if (args[i] >= 0) continue;
     args[i] = (int64_t)PyLong_AsLongLong(values[i]); /* takes __index__ too, refuses floats */
     if (args[i] == -1 && PyErr_Occurred()) goto done;
   }
