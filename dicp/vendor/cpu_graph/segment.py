@@ -110,8 +110,9 @@ class SegmentWriter:
 
     def pointer(self, b: Buffer) -> str:
         """The C++ pointer of a buffer, declared at its first use."""
+        mine = b.name if b.kind not in ("input", "constant") else f"in_{b.name}"     # a user's name may be a C++ word
         if b.name in self.declared:
-            return b.name
+            return mine
         self.declared.add(b.name)
         kind = STORAGE.get(b.dtype, "char")
         root = self.plan.find(b.name)
@@ -124,8 +125,8 @@ class SegmentWriter:
             if root not in self.arguments:
                 self.arguments.append(root)
             source = f"a[{self.arguments.index(root)}]"
-        self.hoist(f"{kind}* const {b.name} = ({kind}*)({source});", root in self.handles)
-        return b.name
+        self.hoist(f"{kind}* const {mine} = ({kind}*)({source});", root in self.handles)
+        return mine
 
     def hoist(self, line: str, here: bool) -> None:
         """Declare at the top of the function, or in place when the value only exists from here on."""
