@@ -1,0 +1,214 @@
+"""`python -m dicp.conformance fuzz --seconds N --seed S`: random graphs, compiled against eager, mismatches shrunk to scripts.
+
+Program k of seed S is the same everywhere. Children do the work; one that crashes or hangs is replaced, and the program it died of
+is a finding like any other.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import vendors
+
+
+def check(p: Any, backend: str) -> tuple[Any, bool] | None:
+    """(finding, at the second sizes) of one program on a backend, None where all is well."""
+    import torch
+
+    from .fuzz_program import Finding, differs, function, inputs_of, run
+    from .unit import first_line
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function(p.source()), backend=backend, dynamic=p.dynamic)
+    for second in (False, True) if p.dynamic else (False,):
+        try:
+            eager = run(function(p.source()), p, inputs_of(p, second))
+        except Exception:  # noqa: BLE001  the second sizes may mean nothing for a shrunk program
+            return None
+        try:
+            actual = run(compiled, p, inputs_of(p, second))
+        except Exception as e:  # noqa: BLE001  whatever a compiler raises is the finding
+            return Finding("error", first_line(e)), second
+        found = differs(p, second, eager, actual)
+        if found is not None:
+            return found, second
+    return None
+
+
+def forked(p: Any, backend: str, seconds: float) -> str:
+    """How the program ends in a process of its own: ok | fails | crash | hang. For shrinking what kills processes."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            signal.alarm(0)
+            code = 0 if check(p, backend) is None else 3
+        finally:
+            os._exit(code)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return "crash" if os.WIFSIGNALED(status) else "ok" if os.WEXITSTATUS(status) == 0 else "fails"
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hang"
+
+
+def signature(finding: Any) -> str:
+    """What makes two findings one: their kind and, for errors, the first words."""
+    if finding.kind != "error":
+        return str(finding.kind)
+    words = finding.message.split("|")[0]
+    return "error: " + "".join("#" if c.isdigit() else c for c in words)[:80]
+
+
+def child(seed: int, first: int, step: int, backend: str, shrinking: bool) -> int:
+    """Programs first, first + step, ... until killed; one JSON line before and after each."""
+    from .worker import _private_stdout, quiet
+
+    pipe = _private_stdout()
+    quiet()
+    from .fuzz_program import generate
+    from .fuzz_shrink import script, shrink
+
+    def tell(message: dict[str, Any]) -> None:
+        pipe.write(json.dumps(message) + "\n")
+        pipe.flush()
+
+    k = first
+    while True:
+        p = generate(seed * 1_000_000 + k)
+        tell({"starts": k, "script": script(p, backend, False, "as generated")})
+        found = check(p, backend)
+        if found is not None:
+            finding, second = found
+            tell({"shrinking": k, "kind": finding.kind, "message": finding.message})
+            want = signature(finding)
+            if shrinking:
+                def fails(q: Any, want: str = want) -> bool:
+                    again = check(q, backend)
+                    return again is not None and signature(again[0]) == want
+
+                p = shrink(p, fails)
+                finding, second = check(p, backend) or found
+            tell({"found": k, "kind": finding.kind, "message": finding.message, "signature": signature(finding),
+                  "script": script(p, backend, second, finding.message)})
+        tell({"done": k})
+        k += step
+
+
+class _Watch:
+    """One child at a time for one interleaved part of the programs."""
+
+    def __init__(self, number: int, args: argparse.Namespace, backend: str, end: float, state: dict[str, Any]) -> None:
+        self.number, self.args, self.backend, self.end, self.state = number, args, backend, end, state
+
+    def run(self) -> None:
+        first = self.args.start + self.number
+        while time.monotonic() < self.end:
+            first = self._one_child(first) + self.args.workers
+
+    def _one_child(self, first: int) -> int:
+        command = [sys.executable, "-m", "dicp.conformance.fuzz", "--child", str(self.args.seed), str(first), str(self.args.workers),
+                   self.backend, "0" if self.args.no_shrink else "1", *self.args.modules]
+        with (self.args.output / f"child{self.number}.log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                                       env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+        last: dict[str, Any] = {"starts": first, "script": ""}
+        timer: threading.Timer | None = None
+        hung = threading.Event()
+
+        def kill(is_hang: bool) -> None:
+            if is_hang:
+                hung.set()
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+        assert process.stdout is not None
+        done = False
+        try:
+            timer = threading.Timer(120, kill, (True,))
+            timer.start()
+            for line in process.stdout:
+                timer.cancel()
+                message = json.loads(line)
+                done = "done" in message
+                if "starts" in message:
+                    last = message
+                elif "found" in message:
+                    self._keep(message)
+                elif done:
+                    self.state["programs"] += 1
+                if time.monotonic() > self.end and done:
+                    break
+                limit = 900 if "shrinking" in message else self.args.timeout
+                timer = threading.Timer(limit, kill, (True,))
+                timer.start()
+        finally:
+            timer.cancel()
+            alive = process.poll() is None
+            kill(False)
+            code = process.wait()
+        if not done and (hung.is_set() or not alive or code):
+            kind = "hang" if hung.is_set() else "crash"
+            self._keep({"found": last["starts"], "kind": kind, "signature": kind, "script": last["script"],
+                        "message": f"{kind} ({code})"})
+        return int(last["starts"])
+
+    def _keep(self, message: dict[str, Any]) -> None:
+        path = self.args.output / f"{message['kind']}_{self.args.seed}_{message['found']}.py"
+        path.write_text(f"# python -m dicp.conformance fuzz --seed {self.args.seed} --start {message['found']} --workers 1\n"
+                        + message["script"])
+        self.state["found"].setdefault(message["signature"], []).append((message["found"], message["message"], str(path)))
+        print(f"[{message['found']}] {message['kind']}: {message['message'][:300]}\n    {path}", flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0: nothing found; 1: findings, each a script in --output."""
+    if argv and argv[0] == "--child":
+        seed, first, step = map(int, argv[1:4])
+        for name in argv[6:]:
+            __import__(name)
+        return child(seed, first, step, argv[4], argv[5] == "1")
+    p = argparse.ArgumentParser(prog="python -m dicp.conformance fuzz", description=__doc__)
+    p.add_argument("--vendor", default="cpu_graph")
+    p.add_argument("--backend")
+    p.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE")
+    p.add_argument("--seconds", type=float, default=60)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--start", type=int, default=0, help="number of the first program")
+    p.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    p.add_argument("--timeout", type=float, default=120, help="seconds for one program")
+    p.add_argument("--no-shrink", action="store_true")
+    p.add_argument("--output", type=Path, default=Path("fuzz_findings"), help="a folder for scripts and logs")
+    args = p.parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    backend = args.backend or vendors.backend_of(args.vendor)
+    state: dict[str, Any] = {"programs": 0, "found": {}}
+    end = time.monotonic() + args.seconds
+    threads = [threading.Thread(target=_Watch(n, args, backend, end, state).run) for n in range(args.workers)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    print(f"{state['programs']} programs, {sum(map(len, state['found'].values()))} findings of {len(state['found'])} kinds")
+    for name, cases in sorted(state["found"].items(), key=lambda kv: -len(kv[1])):
+        print(f"  {len(cases):4} {name}   e.g. {cases[0][2]}")
+    return 1 if state["found"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

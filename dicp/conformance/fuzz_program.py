@@ -1,0 +1,368 @@
+"""Random programs: generating them, writing them out, running them, comparing compiled with eager.
+
+The yardstick is Monte Carlo arithmetic: the fp64 reference is run several times with every rounding statement's result moved by
+one eps of the dtype the program computes in. How far results then wander is what rounding alone may do to this program.
+"""
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from . import tolerance
+from .fuzz_ops import RULES, Rule
+from .outcome import cotangent
+
+LARGEST = 20_000          # elements of one tensor
+RUNS = 6                  # of the noisy reference
+SLACK = 4.0               # how many times the widest wandering is allowed
+SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
+
+
+class Invalid(Exception):
+    """The program means nothing for these sizes, or its numbers are too wild to compare."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor argument. layout: contiguous | transposed | strided | expanded; grid: values on a grid of eighths."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str = "contiguous"
+    requires_grad: bool = False
+
+    def make(self, seed: int) -> torch.Tensor:
+        """The tensor, the same for the same seed; on a grid of eighths so that exact statements stay exact."""
+        g = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, self.dtype)
+        shape = self.shape
+        if self.layout == "strided":
+            shape = tuple(2 * s + 1 for s in shape)
+        if self.layout == "expanded" and shape:
+            shape = (1, *shape[1:])
+        values = torch.randint(-16, 17, shape, generator=g)
+        x = values.to(dtype) / 8 if dtype.is_floating_point else values > 0 if dtype == torch.bool else values.to(dtype)
+        if self.layout == "strided":
+            x = x[tuple(slice(1, None, 2) for _ in shape)]
+        elif self.layout == "transposed":
+            x = x.mT.contiguous().mT if x.dim() > 1 else x
+        elif self.layout == "expanded":
+            x = x.expand(self.shape)
+        return x.requires_grad_(self.requires_grad)
+
+    def source(self, seed: int) -> str:
+        """Python that makes it, for a script that stands alone."""
+        dims = f"{tuple(self.shape)}" if self.layout != "strided" else f"{tuple(2 * s + 1 for s in self.shape)}"
+        if self.layout == "expanded" and self.shape:
+            dims = f"{(1, *self.shape[1:])}"
+        text = f"torch.randint(-16, 17, {dims}, generator=torch.Generator().manual_seed({seed}))"
+        if self.dtype == "bool":
+            text = f"({text} > 0)"
+        else:
+            text += f".to(torch.{self.dtype})" + (" / 8" if "float" in self.dtype else "")
+        if self.layout == "strided" and self.shape:
+            text = f"({text})[{', '.join('1::2' for _ in self.shape)}]"
+        elif self.layout == "transposed" and len(self.shape) > 1:
+            text = f"({text}).mT.contiguous().mT"
+        elif self.layout == "expanded":
+            text = f"({text}).expand({tuple(self.shape)})"
+        return f"({text}).requires_grad_()" if self.requires_grad else text
+
+
+@dataclass(frozen=True)
+class Statement:
+    """`out = text` with `{0}`, `{1}` filled by args; out None for writes. noisy: its result is rounded."""
+
+    out: str | None
+    text: str
+    args: tuple[str, ...]
+    noisy: bool
+    rule: str
+
+    def source(self) -> str:
+        """One line of Python."""
+        call = self.text.format(*self.args)
+        return call if self.out is None else f"{self.out} = {call}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Inputs, statements in order, results; sizes2: other input shapes for a second call, when dynamic."""
+
+    seed: int
+    inputs: tuple[Input, ...]
+    body: tuple[Statement, ...]
+    outputs: tuple[str, ...]
+    dynamic: bool
+    gradient: bool
+    sizes2: tuple[tuple[int, ...], ...] = ()
+
+    def source(self, noisy: bool = False) -> str:
+        """The function's text. noisy: for the reference, in fp64 and with `push` around rounding statements."""
+        lines = [f"def f({', '.join(i.name for i in self.inputs)}):"]
+        for s in self.body:
+            line = s.source()
+            if noisy and s.noisy and s.out is not None:
+                line = f"{s.out} = push({s.text.format(*s.args)}, {s.out!r})"
+            lines.append("    " + line)
+        lines.append(f"    return ({''.join(o + ', ' for o in self.outputs)})")
+        text = "\n".join(lines)
+        return re.sub(r"torch\.(bfloat16|float16|float32)\b", "torch.float64", text) if noisy else text
+
+
+Result = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]
+
+
+def function(text: str, **names: Any) -> Any:
+    """Compile a program's text."""
+    space: dict[str, Any] = {"torch": torch, "F": F, **names}
+    exec(compile(text, "<fuzz>", "exec"), space)
+    return space["f"]
+
+
+def inputs_of(p: Program, second: bool = False) -> list[torch.Tensor]:
+    """The program's arguments, for its first or its second sizes."""
+    inputs = p.inputs
+    if second:
+        inputs = tuple(replace(i, shape=s) for i, s in zip(inputs, p.sizes2, strict=True))
+    return [i.make(p.seed * 100 + n) for n, i in enumerate(inputs)]
+
+
+def run(f: Any, p: Program, args: list[torch.Tensor]) -> Result:
+    """(results, gradients, arguments afterwards) of one call."""
+    with torch.set_grad_enabled(p.gradient):
+        outs = list(f(*args))
+    grads: list[torch.Tensor | None] = []
+    wanted = [a for a in args if a.requires_grad]
+    through = [o for o in outs if o.requires_grad]
+    if p.gradient and wanted and through:
+        grads = list(torch.autograd.grad(through, wanted, [cotangent(o) for o in through], allow_unused=True))
+    return [o.detach() for o in outs], grads, [a.detach() for a in args]
+
+
+# ---- the yardstick ----
+
+def reference(p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtype], push_seed: int) -> Result | None:
+    """The program in fp64; push_seed > 0: with noise of one eps after every rounding statement."""
+    g = torch.Generator().manual_seed(push_seed)
+
+    def push(x: torch.Tensor, name: str) -> torch.Tensor:
+        if not push_seed or not x.dtype.is_floating_point:
+            return x
+        eps = torch.finfo(dtypes[name]).eps
+        return x * (1 + eps * (torch.randint(0, 2, x.shape, generator=g) * 2 - 1))
+
+    wide = [a.detach().to(torch.float64).requires_grad_(a.requires_grad) if a.dtype.is_floating_point else a for a in args]
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return run(function(p.source(noisy=True), push=push), p, wide)
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return None
+    finally:
+        torch.set_default_dtype(default)
+
+
+def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]:
+    """The dtype of every variable as the program computes it."""
+    seen: dict[str, torch.dtype] = {}
+
+    def push(x: torch.Tensor, name: str) -> torch.Tensor:
+        seen[name] = x.dtype
+        return x
+
+    lines = p.source(noisy=True).splitlines()
+    # The noisy text has its dtypes widened; the names are what is needed, so take the plain statements with push.
+    text = [lines[0]]
+    for s in p.body:
+        call = s.text.format(*s.args)
+        text.append("    " + (f"{s.out} = push({call}, {s.out!r})" if s.out is not None else call))
+    run(function("\n".join([*text, lines[-1]]), push=push), replace(p, gradient=False), [a.detach() for a in args])
+    return seen
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a compiled program. kind: error | crash | hang | metadata | value | gradient | mutation."""
+
+    kind: str
+    message: str
+
+
+def differs(p: Program, second: bool, eager: Result, actual: Result) -> Finding | None:
+    """The first difference that rounding does not explain."""
+    runs: list[Result | None] = []
+
+    def noise() -> list[Result | None]:
+        if not runs:
+            dtypes = eager_dtypes(p, inputs_of(p, second))
+            runs.extend(reference(p, inputs_of(p, second), dtypes, k) for k in range(RUNS + 1))
+        return runs
+
+    for part, kind in ((0, "value"), (1, "gradient"), (2, "mutation")):
+        for i, (a, e) in enumerate(zip(actual[part], eager[part], strict=True)):
+            if a is None or e is None:
+                if (a is None) != (e is None):
+                    return Finding(kind, f"{kind} {i}: one is None")
+                continue
+            if a.dtype != e.dtype or a.shape != e.shape:
+                return Finding("metadata", f"{kind} {i}: compiled {a.dtype} {tuple(a.shape)}, eager {e.dtype} {tuple(e.shape)}")
+            if part == 0 and _strides(a) != _strides(e):
+                return Finding("metadata", f"result {i}: strides compiled {a.stride()}, eager {e.stride()} of {tuple(e.shape)}")
+            if tolerance.same_bits(a, e):
+                continue
+            why = _unexplained(a, e, [r[part][i] if r is not None else None for r in noise()])
+            if why is not None:
+                return Finding(kind, f"{kind} {i} {e.dtype} {tuple(e.shape)}: {why}")
+    return None
+
+
+def _strides(t: torch.Tensor) -> tuple[int, ...]:
+    return tuple(st for st, n in zip(t.stride(), t.shape, strict=True) if n > 1) if t.numel() else ()
+
+
+def _unexplained(a: torch.Tensor, e: torch.Tensor, runs: Sequence[torch.Tensor | None]) -> str | None:
+    known = [r for r in runs if r is not None and r.shape == e.shape]
+    if not a.dtype.is_floating_point:
+        return tolerance.judge(a, e, None, "elementwise")
+    if len(known) < 2 or runs[0] is None:
+        return tolerance.judge(a, e, None, "accumulating", lambda: (e.double().abs() * 0.01))
+    ref = known[0].double()
+    wander = torch.stack([(r.double() - ref).abs() for r in known[1:]]).amax(0)
+    # An element that noise turns into NaN or infinity, or throws about by its own size, cannot be judged.
+    wild = ~torch.isfinite(wander) | (wander > 0.05 * ref.abs().max())
+    a, e, ref = (torch.where(wild, torch.zeros_like(x), x) for x in (a, e, ref))
+    spread = float(torch.where(wild, torch.zeros_like(wander), wander).max()) if wander.numel() else 0.0
+    extra = SLACK * spread
+    why = tolerance.judge(a, e, ref, "accumulating")
+    if why is None:
+        return None
+    gap = (a.double() - ref).abs()
+    theirs = (e.double() - ref).abs()
+    eps = torch.finfo(a.dtype).eps
+    bound = 2 * float(theirs.nan_to_num(0, 0, 0).max()) + extra + tolerance.ULPS[a.dtype] * eps * float(ref.abs().max())
+    return f"{why} (rounding may move it by {spread:.3g})" if float(gap.nan_to_num(1e300).max()) > bound else None
+
+
+# ---- generating ----
+
+def generate(seed: int, largest: int = 14) -> Program:
+    """A random program that eager runs, at both sizes if it is dynamic."""
+    attempt = 0
+    while True:
+        rng = random.Random(seed * 1000 + attempt)
+        attempt += 1
+        try:
+            return _generate(seed, rng, largest)
+        except (Invalid, RuntimeError, IndexError, ValueError, TypeError):
+            if attempt > 200:
+                raise
+
+
+def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, int]]:
+    dims = rng.sample(SIZES, 3)
+    main = rng.choice(("float32", "float32", "float32", "bfloat16", "float64", "float16"))
+    inputs = []
+    for n in range(rng.randint(1, 4)):
+        rank = rng.choice((0, 1, 2, 2, 2, 3, 3, 4))
+        shape = tuple(rng.choice(dims) for _ in range(rank))
+        while torch.Size(shape).numel() > LARGEST // 4:
+            shape = shape[1:]
+        if n and inputs and rng.random() < 0.5:
+            shape = inputs[0].shape
+        if rng.random() < 0.03 and shape:
+            shape = (0, *shape[1:])
+        dtype = main if n == 0 or rng.random() < 0.7 else rng.choice(("int64", "int32", "bool", "float32", "bfloat16", "uint8"))
+        layout = rng.choice(("contiguous",) * 6 + ("transposed", "strided", "expanded"))
+        grad = gradient and "float" in dtype and rng.random() < 0.8
+        inputs.append(Input(f"x{n}", shape, dtype, layout, grad))
+    return inputs, {d: rng.choice([s for s in SIZES if s > 1]) if d > 1 else d for d in dims}
+
+
+def _generate(seed: int, rng: random.Random, largest: int) -> Program:
+    gradient, dynamic = rng.random() < 0.4, rng.random() < 0.3
+    inputs, other = _inputs(rng, gradient)
+    env = {i.name: i.make(seed * 100 + n).detach() for n, i in enumerate(inputs)}
+    exact = {i.name: True for i in inputs}
+    grads = {i.name for i in inputs if i.requires_grad}
+    body: list[Statement] = []
+    wanted = rng.randint(2, largest)
+    for _ in range(wanted * 8):
+        if len(body) >= wanted:
+            break
+        s = _statement(rng, env, exact, grads, f"v{len(body)}")
+        if s is not None:
+            body.append(s)
+    made = [s.out for s in body if s.out is not None]
+    if not made:
+        raise Invalid("nothing computed")
+    used = {a for s in body for a in s.args}
+    outputs = [v for v in made if v not in used or rng.random() < 0.15]
+    if rng.random() < 0.1:
+        outputs.append(rng.choice([i.name for i in inputs]))
+    p = Program(seed, tuple(inputs), tuple(body), tuple(outputs or made[-1:]), dynamic, gradient,
+                tuple(tuple(other.get(d, d) for d in i.shape) for i in inputs))
+    first = run(function(p.source()), p, inputs_of(p))
+    if any(not torch.isfinite(o.double()).all() for o in first[0]):
+        raise Invalid("not finite")
+    if p.dynamic:
+        run(function(p.source()), p, inputs_of(p, second=True))
+    return p
+
+
+def _statement(rng: random.Random, env: dict[str, torch.Tensor], exact: dict[str, bool], grads: set[str],
+               name: str) -> Statement | None:
+    rule: Rule = rng.choices(RULES, [r.weight for r in RULES])[0]
+    names = list(env)
+    # Recent variables oftener: deep graphs rather than wide ones.
+    picked = [rng.choice(names[-5:]) if rng.random() < 0.6 else rng.choice(names) for _ in range(rule.operands)]
+    if rule.inplace and picked[0] in grads:
+        return None
+    tensors = [env[v] for v in picked]
+    if rule.exact_in and not all(exact[v] for v in picked):
+        return None
+    text = rule.make(rng, tensors)
+    if text is None:
+        return None
+    saved = {k: v.clone() for k, v in env.items()} if rule.inplace else {}
+    s = Statement(None if rule.inplace else name, text, tuple(picked), not rule.inplace and not (
+        rule.exact and all(exact[v] for v in picked)) and rule.name != "view", rule.name)
+    try:
+        f = function(f"def f({', '.join(env)}):\n    {s.source()}\n    return ({name if s.out else picked[0]},)")
+        result = f(**env)[0]
+        bad = not isinstance(result, torch.Tensor) or result.numel() > LARGEST or result.dim() > 5
+        limit = 200 if result.dtype == torch.float16 else 1e4
+        bad = bad or (result.dtype.is_floating_point and result.numel() and not bool((result.abs() < limit).all()))
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        bad = True
+    if bad:
+        # A failed write may have been half done.
+        for k, v in saved.items():
+            try:
+                env[k].copy_(v)
+            except RuntimeError:
+                return None
+        return None
+    if rule.inplace:
+        ok = all(exact[v] for v in picked) and not any(w in text for w in ("tanh", "mul_({1}", "addcmul"))
+        if not ok:
+            for v, t in env.items():
+                if t.untyped_storage()._cdata == env[picked[0]].untyped_storage()._cdata:
+                    exact[v] = False
+        return s
+    env[name] = result
+    exact[name] = not s.noisy if not result.dtype.is_floating_point or rule.exact else False
+    if not result.dtype.is_floating_point:
+        exact[name] = True
+    elif rule.name in ("view", "data_movement", "join", "unary_exact", "binary_exact", "jump", "reduce_exact", "masked"):
+        exact[name] = all(exact[v] for v in picked)
+    elif rule.name == "factory":
+        exact[name] = True
+    return s
