@@ -50,17 +50,14 @@ template <int n = LANES> using seq = typename MakeSeq<n>::type;
 
 // low, high, join: a register of n lanes as two of n/2
 #if defined(__clang__) || __GNUC__ >= 12
-template <class T, int n, int... i> DICP_INLINE reg<T, n / 2> part(reg<T, n> v, int, Seq<i...>) {
-  return __builtin_shufflevector(v, v, i...);
-}
-template <class T, int n, int... i> DICP_INLINE reg<T, n / 2> upper_part(reg<T, n> v, Seq<i...>) {
-  return __builtin_shufflevector(v, v, (i + n / 2)...);
+template <class T, int n, int start, int... i> DICP_INLINE reg<T, n / 2> part(reg<T, n> v, Seq<i...>) {
+  return __builtin_shufflevector(v, v, (i + start)...);
 }
 template <class T, int n, int... i> DICP_INLINE reg<T, n> join_parts(reg<T, n / 2> a, reg<T, n / 2> b, Seq<i...>) {
   return __builtin_shufflevector(a, b, i...);
 }
-template <class T, int n> DICP_INLINE reg<T, n / 2> low(reg<T, n> v) { return part<T, n>(v, 0, seq<n / 2>()); }
-template <class T, int n> DICP_INLINE reg<T, n / 2> high(reg<T, n> v) { return upper_part<T, n>(v, seq<n / 2>()); }
+template <class T, int n> DICP_INLINE reg<T, n / 2> low(reg<T, n> v) { return part<T, n, 0>(v, seq<n / 2>()); }
+template <class T, int n> DICP_INLINE reg<T, n / 2> high(reg<T, n> v) { return part<T, n, n / 2>(v, seq<n / 2>()); }
 template <class T, int n> DICP_INLINE reg<T, n> join(reg<T, n / 2> a, reg<T, n / 2> b) {
   return join_parts<T, n>(a, b, seq<n>());
 }
@@ -104,6 +101,12 @@ template <class To, class From, int n> DICP_INLINE reg<To, n> convert(reg<From, 
     reg<char, 16> wide = (reg<char, 16>)reg<int64_t, 2>{bitcast<int64_t>(v), 0};
     if constexpr (same<From, int8_t>) return (reg<To, n>)__builtin_ia32_pmovsxbd256(wide);
     return (reg<To, n>)__builtin_ia32_pmovzxbd256(wide);
+  }
+  if constexpr (same<From, int32_t> && sizeof(To) == 1) {
+    reg<char, 32> pick = {0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                          0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+    reg<int32_t> packed = (reg<int32_t>)__builtin_ia32_pshufb256((reg<char, 32>)v, pick);
+    return (reg<To, n>)reg<int32_t, 2>{packed[0], packed[4]};
   }
 #endif
   return __builtin_convertvector(v, reg<To, n>);
@@ -232,77 +235,81 @@ template <class T> DICP_INLINE void store_rows(T* p, rows<T> r, Mask k) {
 #endif
 }
 
-// sqrt, fma, round on one register: hardware instructions, lane by lane elsewhere
-enum Rounding { NEAREST = 8, FLOOR = 9, CEIL = 10, TRUNC = 11 };  // the immediate of roundps and rndscaleps
-
-template <class T> DICP_INLINE T round_scalar(T x, int mode) {
-  if constexpr (same<T, float>)
-    return mode == NEAREST ? __builtin_rintf(x) : mode == FLOOR ? __builtin_floorf(x)
-         : mode == CEIL ? __builtin_ceilf(x) : __builtin_truncf(x);
-  else
-    return mode == NEAREST ? __builtin_rint(x) : mode == FLOOR ? __builtin_floor(x)
-         : mode == CEIL ? __builtin_ceil(x) : __builtin_trunc(x);
-}
-
-#if DICP_AVX512
-template <int mode> DICP_INLINE reg<float> round_reg(reg<float> v) {
-  return __builtin_ia32_rndscaleps_mask(v, mode, v, -1, 4);
-}
-template <int mode> DICP_INLINE half_reg<double> round_reg(half_reg<double> v) {
-  return __builtin_ia32_rndscalepd_mask(v, mode, v, -1, 4);
-}
-DICP_INLINE reg<float> fma_reg(reg<float> a, reg<float> b, reg<float> c) {
-  return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4);
-}
-DICP_INLINE half_reg<double> fma_reg(half_reg<double> a, half_reg<double> b, half_reg<double> c) {
-  return __builtin_ia32_vfmaddpd512_mask(a, b, c, -1, 4);
-}
-#elif DICP_AVX2
-template <int mode> DICP_INLINE reg<float> round_reg(reg<float> v) { return __builtin_ia32_roundps256(v, mode); }
-template <int mode> DICP_INLINE half_reg<double> round_reg(half_reg<double> v) {
-  return __builtin_ia32_roundpd256(v, mode);
-}
-DICP_INLINE reg<float> fma_reg(reg<float> a, reg<float> b, reg<float> c) {
-  return __builtin_ia32_vfmaddps256(a, b, c);
-}
-DICP_INLINE half_reg<double> fma_reg(half_reg<double> a, half_reg<double> b, half_reg<double> c) {
-  return __builtin_ia32_vfmaddpd256(a, b, c);
-}
-#else
-template <int mode> DICP_INLINE reg<float> round_reg(reg<float> v) {
-  for (int i = 0; i < LANES; ++i) v[i] = round_scalar<float>(v[i], mode);
-  return v;
-}
-template <int mode> DICP_INLINE half_reg<double> round_reg(half_reg<double> v) {
-  for (int i = 0; i < LANES / 2; ++i) v[i] = round_scalar<double>(v[i], mode);
-  return v;
-}
-DICP_INLINE reg<float> fma_reg(reg<float> a, reg<float> b, reg<float> c) {
-  for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
-}
-DICP_INLINE half_reg<double> fma_reg(half_reg<double> a, half_reg<double> b, half_reg<double> c) {
-  for (int i = 0; i < LANES / 2; ++i) c[i] = __builtin_fma(a[i], b[i], c[i]);
-  return c;
-}
-#endif
-
+// larger, smaller: a > b ? a : b and a < b ? a : b, which is b where either is NaN. GCC does not see one instruction
+// in it once more conditions follow.
+template <class R> DICP_INLINE R larger(R a, R b) {
 #if DICP_AVX512 && !defined(__clang__)
-DICP_INLINE reg<float> sqrt_reg(reg<float> v) { return __builtin_ia32_sqrtps512_mask(v, v, -1, 4); }
-DICP_INLINE half_reg<double> sqrt_reg(half_reg<double> v) { return __builtin_ia32_sqrtpd512_mask(v, v, -1, 4); }
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_maxps512_mask(a, b, a, -1, 4);
+  if constexpr (same<R, half_reg<double>>) return __builtin_ia32_maxpd512_mask(a, b, a, -1, 4);
 #elif DICP_AVX2 && !defined(__clang__)
-DICP_INLINE reg<float> sqrt_reg(reg<float> v) { return __builtin_ia32_sqrtps256(v); }
-DICP_INLINE half_reg<double> sqrt_reg(half_reg<double> v) { return __builtin_ia32_sqrtpd256(v); }
-#else
-DICP_INLINE reg<float> sqrt_reg(reg<float> v) {
-  for (int i = 0; i < LANES; ++i) v[i] = __builtin_sqrtf(v[i]);
-  return v;
-}
-DICP_INLINE half_reg<double> sqrt_reg(half_reg<double> v) {
-  for (int i = 0; i < LANES / 2; ++i) v[i] = __builtin_sqrt(v[i]);
-  return v;
-}
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_maxps256(a, b);
+  if constexpr (same<R, half_reg<double>>) return __builtin_ia32_maxpd256(a, b);
 #endif
+  return a > b ? a : b;
+}
+template <class R> DICP_INLINE R smaller(R a, R b) {
+#if DICP_AVX512 && !defined(__clang__)
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_minps512_mask(a, b, a, -1, 4);
+  if constexpr (same<R, half_reg<double>>) return __builtin_ia32_minpd512_mask(a, b, a, -1, 4);
+#elif DICP_AVX2 && !defined(__clang__)
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_minps256(a, b);
+  if constexpr (same<R, half_reg<double>>) return __builtin_ia32_minpd256(a, b);
+#endif
+  return a < b ? a : b;
+}
+
+// round_reg, fma_reg, sqrt_reg: R is reg<float> or half_reg<double>; lane by lane where no instruction is named
+enum Rounding { NEAREST = 8, FLOOR = 9, CEIL = 10, TRUNC = 11 };  // the immediates of roundps and rndscaleps
+
+DICP_INLINE float round_scalar(float x, int mode) {
+  return mode == NEAREST ? __builtin_rintf(x) : mode == FLOOR ? __builtin_floorf(x)
+       : mode == CEIL ? __builtin_ceilf(x) : __builtin_truncf(x);
+}
+DICP_INLINE double round_scalar(double x, int mode) {
+  return mode == NEAREST ? __builtin_rint(x) : mode == FLOOR ? __builtin_floor(x)
+       : mode == CEIL ? __builtin_ceil(x) : __builtin_trunc(x);
+}
+DICP_INLINE float fma_scalar(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DICP_INLINE double fma_scalar(double a, double b, double c) { return __builtin_fma(a, b, c); }
+DICP_INLINE float sqrt_scalar(float x) { return __builtin_sqrtf(x); }
+DICP_INLINE double sqrt_scalar(double x) { return __builtin_sqrt(x); }
+
+template <int mode, class R> DICP_INLINE R round_reg(R v) {
+#if DICP_AVX512
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_rndscaleps_mask(v, mode, v, -1, 4);
+  else return __builtin_ia32_rndscalepd_mask(v, mode, v, -1, 4);
+#elif DICP_AVX2
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_roundps256(v, mode);
+  else return __builtin_ia32_roundpd256(v, mode);
+#else
+  for (int i = 0; i < (int)(sizeof v / sizeof v[0]); ++i) v[i] = round_scalar(v[i], mode);
+  return v;
+#endif
+}
+template <class R> DICP_INLINE R fma_reg(R a, R b, R c) {
+#if DICP_AVX512
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4);
+  else return __builtin_ia32_vfmaddpd512_mask(a, b, c, -1, 4);
+#elif DICP_AVX2 && !defined(__clang__)
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_vfmaddps256(a, b, c);
+  else return __builtin_ia32_vfmaddpd256(a, b, c);
+#else
+  for (int i = 0; i < (int)(sizeof c / sizeof c[0]); ++i) c[i] = fma_scalar(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+template <class R> DICP_INLINE R sqrt_reg(R v) {
+#if DICP_AVX512 && !defined(__clang__)
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_sqrtps512_mask(v, v, -1, 4);
+  else return __builtin_ia32_sqrtpd512_mask(v, v, -1, 4);
+#elif DICP_AVX2 && !defined(__clang__)
+  if constexpr (same<R, reg<float>>) return __builtin_ia32_sqrtps256(v);
+  else return __builtin_ia32_sqrtpd256(v);
+#else
+  for (int i = 0; i < (int)(sizeof v / sizeof v[0]); ++i) v[i] = sqrt_scalar(v[i]);
+  return v;
+#endif
+}
 
 }  // namespace isa
 }  // namespace dicp

@@ -12,21 +12,6 @@ template <class F> DICP_INLINE auto float_to_bf16(F x) {
   auto u = as_bits(x);
   return where(ne(x, x), 0x7fc0, (u + (((u >> 16) & 1) + 0x7fff)) >> 16);
 }
-#if DICP_AVX512 || DICP_AVX2
-DICP_INLINE float half_to_float(uint16_t h) { return __builtin_ia32_vcvtph2ps(isa::reg<short, 8>{(short)h})[0]; }
-DICP_INLINE uint16_t float_to_half(float x) { return __builtin_ia32_vcvtps2ph(isa::reg<float, 4>{x}, 0)[0]; }
-#endif
-#if DICP_AVX512
-DICP_INLINE vf32 half_to_float(isa::reg<uint16_t> h) {
-  return __builtin_ia32_vcvtph2ps512_mask((isa::reg<short>)h, vf32{}, -1, 4);
-}
-DICP_INLINE isa::reg<uint16_t> float_to_half(vf32 x) {
-  return (isa::reg<uint16_t>)__builtin_ia32_vcvtps2ph512_mask(x, 0, isa::reg<short>{}, -1);
-}
-#elif DICP_AVX2
-DICP_INLINE vf32 half_to_float(isa::reg<uint16_t> h) { return __builtin_ia32_vcvtph2ps256((isa::reg<short>)h); }
-DICP_INLINE isa::reg<uint16_t> float_to_half(vf32 x) { return (isa::reg<uint16_t>)__builtin_ia32_vcvtps2ph256(x, 0); }
-#else
 template <class F, class I> DICP_INLINE F half_bits_to_float(I h) {
   I a = h & 0x7fff;
   I normal = where(ge(a, 0x7c00), (a << 13) | 0x7f800000, (a << 13) + (112 << 23));
@@ -41,15 +26,31 @@ template <class I, class F> DICP_INLINE I float_to_half_bits(F x) {
   I rounded = where(gt(a, 0x7f800000), 0x7e00, where(ge(a, 0x47800000), 0x7c00, finite));
   return rounded | ((u >> 16) & 0x8000);
 }
+#if (DICP_AVX512 || DICP_AVX2) && !defined(__clang__)  // clang dropped some of the builtins
+DICP_INLINE float half_to_float(uint16_t h) { return __builtin_ia32_vcvtph2ps(isa::reg<short, 8>{(short)h})[0]; }
+DICP_INLINE uint16_t float_to_half(float x) { return __builtin_ia32_vcvtps2ph(isa::reg<float, 4>{x}, 0)[0]; }
+#else
 DICP_INLINE float half_to_float(uint16_t h) { return half_bits_to_float<float>((int32_t)h); }
 DICP_INLINE uint16_t float_to_half(float x) { return (uint16_t)float_to_half_bits<int32_t>(x); }
+#endif
 DICP_INLINE vf32 half_to_float(isa::reg<uint16_t> h) {
+#if DICP_AVX512
+  return __builtin_ia32_vcvtph2ps512_mask((isa::reg<short>)h, vf32{}, -1, 4);
+#elif DICP_AVX2 && !defined(__clang__)
+  return __builtin_ia32_vcvtph2ps256((isa::reg<short>)h);
+#else
   return half_bits_to_float<vf32>(isa::convert<int32_t, uint16_t, LANES>(h));
+#endif
 }
 DICP_INLINE isa::reg<uint16_t> float_to_half(vf32 x) {
+#if DICP_AVX512
+  return (isa::reg<uint16_t>)__builtin_ia32_vcvtps2ph512_mask(x, 0, isa::reg<short>{}, -1);
+#elif DICP_AVX2
+  return (isa::reg<uint16_t>)__builtin_ia32_vcvtps2ph256(x, 0);
+#else
   return isa::convert<uint16_t, int32_t, LANES>(float_to_half_bits<vi32>(x));
-}
 #endif
+}
 
 // round_bf16, round_half: the value a store and a load would give back
 template <class F> DICP_INLINE F round_bf16(F x) {

@@ -15,12 +15,12 @@ struct vbool { vi32 m; };  // lanes are 0 or -1
 
 // how many lanes a statement covers
 struct Full {};
-struct Lanes { int n; };  // the first n, 0 < n < LANES
+struct Lanes { int n; };  // the first n, 0 <= n <= LANES
 struct One {};            // a scalar loop
 
-template <class T> constexpr bool is_vec = same<T, vf32> || same<T, vf64> || same<T, vi32> || same<T, vi64> || same<T, vbool>;
-template <class T> constexpr bool is_small_int = same<T, int8_t> || same<T, uint8_t> || same<T, int16_t>;
 template <class T> constexpr bool is_two = same<T, vf64> || same<T, vi64>;
+template <class T> constexpr bool is_vec = same<T, vf32> || same<T, vi32> || same<T, vbool> || is_two<T>;
+template <class T> constexpr bool is_small_int = same<T, int8_t> || same<T, uint8_t> || same<T, int16_t>;
 
 template <class T> struct Scalar { using type = T; };
 template <> struct Scalar<vf32> { using type = float; };
@@ -88,7 +88,8 @@ template <class V, class F, class... More> DICP_INLINE V each_lane(F f, V x, Mor
 }
 
 // as_float, as_bits: the same bits as a number or as an integer
-template <class T> using bits_of = choose<same<T, float>, int32_t, choose<same<T, double>, int64_t, choose<same<T, vf32>, vi32, vi64>>>;
+template <class T> using scalar_bits = choose<sizeof(T) == 8, int64_t, int32_t>;
+template <class V> using bits_of = choose<is_vec<V>, vec<scalar_bits<scalar<V>>>, scalar_bits<scalar<V>>>;
 template <class V> DICP_INLINE bits_of<V> as_bits(V v) {
   if constexpr (same<V, vf64>) return {(isa::half_reg<int64_t>)v.lo, (isa::half_reg<int64_t>)v.hi};
   else return bitcast<bits_of<V>>(v);
@@ -106,6 +107,9 @@ template <class T, class V> DICP_INLINE V wrap(V v) {
 }
 
 // cast: to the scalar type or vector type named; the result has lanes when either side has
+template <class A, class B> auto ne(A x, B y);
+template <class F> F round_bf16(F x);
+template <class F> F round_half(F x);
 template <class To, class From> DICP_INLINE vec<To> cast_lanes(From v) {
   using F = scalar<From>;
   constexpr int n = LANES, h = LANES / 2;
@@ -131,38 +135,45 @@ template <class To, class From> DICP_INLINE vec<To> cast_lanes(From v) {
 template <class X, class V> DICP_INLINE auto cast(V v) {
   using To = scalar<X>;
   if constexpr (is_small_int<To>) return wrap<To>(cast<int32_t>(v));
+  else if constexpr (same<To, bf16>) return round_bf16(cast<float>(v));
+  else if constexpr (same<To, half>) return round_half(cast<float>(v));
   else if constexpr (is_vec<V>) return cast_lanes<To>(v);
   else if constexpr (is_vec<X>) return splat<X>((To)v);
   else return (To)v;
 }
 
-// lt le gt ge eq ne: vbool, or bool for scalars
-DICP_INLINE vbool join_masks(isa::half_reg<int64_t> lo, isa::half_reg<int64_t> hi) {
+// lt le gt ge eq ne: vbool, or bool for scalars. Names: the operator, and its number in vpcmpq and vcmppd.
+template <int int_test, int float_test, class T, class F>
+DICP_INLINE vbool compare_two(isa::Two<T> a, isa::Two<T> b, F f) {
 #if DICP_AVX512
   using v8ll = isa::reg<long long, 8>;
-  unsigned k = (uint8_t)__builtin_ia32_cvtq2mask512((v8ll)lo) | (uint8_t)__builtin_ia32_cvtq2mask512((v8ll)hi) << 8;
-  return {isa::lanes_of((isa::Mask)k)};
+  auto test = [](isa::half_reg<T> x, isa::half_reg<T> y) {
+    if constexpr (same<T, double>) return __builtin_ia32_cmppd512_mask(x, y, float_test, -1, 4);
+    else return __builtin_ia32_cmpq512_mask((v8ll)x, (v8ll)y, int_test, -1);
+  };
+  (void)f;  // without the builtins GCC would make a vector mask of each half before it makes bits of it
+  return {isa::lanes_of(__builtin_ia32_kunpckhi((uint8_t)test(a.hi, b.hi), (uint8_t)test(a.lo, b.lo)))};
 #else
-  constexpr int h = LANES / 2;
-  return {isa::join<int32_t, LANES>(isa::convert<int32_t, int64_t, h>(lo), isa::convert<int32_t, int64_t, h>(hi))};
+  constexpr int n = LANES, h = LANES / 2;
+  auto narrow = [](auto m) { return isa::convert<int32_t, int64_t, h>((isa::half_reg<int64_t>)m); };
+  return {isa::join<int32_t, n>(narrow(f(a.lo, b.lo)), narrow(f(a.hi, b.hi)))};
 #endif
 }
-#define DICP_COMPARE(name, op)                                                                       \
+#define DICP_COMPARE(name, op, int_test, float_test)                                                 \
   template <class A, class B> DICP_INLINE auto name(A x, B y) {                                      \
     using V = common<A, B>;                                                                          \
     V a = cast<V>(x), b = cast<V>(y);                                                                \
     if constexpr (!is_vec<V>) return a op b;                                                         \
     else if constexpr (same<V, vbool>) return vbool{-a.m op -b.m};                                   \
-    else if constexpr (is_two<V>) return join_masks((isa::half_reg<int64_t>)(a.lo op b.lo),          \
-                                                    (isa::half_reg<int64_t>)(a.hi op b.hi));         \
-    else return vbool{a op b};                                                                       \
+    else if constexpr (!is_two<V>) return vbool{a op b};                                             \
+    else return compare_two<int_test, float_test>(a, b, [](auto p, auto q) { return p op q; });      \
   }
-DICP_COMPARE(lt, <)
-DICP_COMPARE(le, <=)
-DICP_COMPARE(gt, >)
-DICP_COMPARE(ge, >=)
-DICP_COMPARE(eq, ==)
-DICP_COMPARE(ne, !=)
+DICP_COMPARE(lt, <, 1, 17)
+DICP_COMPARE(le, <=, 2, 18)
+DICP_COMPARE(gt, >, 6, 30)
+DICP_COMPARE(ge, >=, 5, 29)
+DICP_COMPARE(eq, ==, 0, 0)
+DICP_COMPARE(ne, !=, 4, 4)
 #undef DICP_COMPARE
 
 // land lor lxor lnot on bools, band bor bxor bnot on ints (and bools)
@@ -221,19 +232,29 @@ template <class N, class V, class S> DICP_INLINE V blend(N lanes, V v, S fill) {
   else return v;
 }
 
-// pick_max, pick_min: NaN wins. One expression for scalars and registers of any width.
+// PickMax, PickMin: NaN wins; of two registers or two scalars. In a running maximum a is the accumulator, for the test
+// of b is then no part of the chain from one step to the next.
 struct PickMax {
-  template <class R> DICP_INLINE R operator()(R a, R b) const { return a != a ? a : (a > b ? a : b); }
+  template <class R> DICP_INLINE R operator()(R a, R b) const {
+    R m = isa::larger(b, a);
+    return b != b ? b : m;
+  }
 };
 struct PickMin {
-  template <class R> DICP_INLINE R operator()(R a, R b) const { return a != a ? a : (a < b ? a : b); }
+  template <class R> DICP_INLINE R operator()(R a, R b) const {
+    R m = isa::smaller(b, a);
+    return b != b ? b : m;
+  }
 };
 
 // hsum hprod hmax hmin hany hall: all lanes to one scalar, by halves
 template <class T, int n, class F> DICP_INLINE T fold_reg(isa::reg<T, n> v, F f) {
   if constexpr (n > 4) return fold_reg<T, n / 2>(f(isa::low<T, n>(v), isa::high<T, n>(v)), f);
-  else if constexpr (n == 4) return f(f((T)v[0], (T)v[2]), f((T)v[1], (T)v[3]));
-  else return f((T)v[0], (T)v[1]);
+  if constexpr (n == 4) {
+    v = f(v, isa::reg<T, n>{v[2], v[3], v[0], v[1]});
+    return f(v, isa::reg<T, n>{v[1], v[0], v[3], v[2]})[0];
+  }
+  if constexpr (n == 2) return f(v, isa::reg<T, n>{v[1], v[0]})[0];
 }
 template <class V, class F> DICP_INLINE scalar<V> fold(V v, F f) {
   if constexpr (!is_vec<V>) return v;
