@@ -164,9 +164,7 @@ def _compile_all(todo: Sequence[_Plan], tools: Toolchain, config: Config, store:
     """Folders of the built units by source; the first failure stops the others."""
     jobs = _Jobs()
     workers = min(len(todo), worker_count(override=config.workers))
-    if workers == 1:
-        with jobs.stopping():
-            return {plan.unit.source: _compile(plan, tools, config, store, jobs) for plan in todo}
+    # one worker takes a thread too: there no KeyboardInterrupt falls between starting a process and noting it
     pool = futures.ThreadPoolExecutor(workers, thread_name_prefix="dicp-build")
     try:
         with jobs.stopping():
@@ -325,7 +323,7 @@ def _load(plan: _Plan, folder: Path, tools: Toolchain | None, config: Config, st
             raise BuildError(
                 f"cannot load {plan.unit.name}: {e}", source=str(folder / SOURCE), where=plan.unit.user_lines
             ) from e
-    folder = _compile(plan, tools, config, store, _Jobs())
+    folder = _compile_all([plan], tools, config, store)[plan.unit.source]
     return ctypes.CDLL(str(folder / LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
