@@ -11,9 +11,12 @@ from torch.fx import GraphModule, Node
 from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
+from dicp.passes.layout import choose_layout
 from dicp.passes.rewrite_attention import rewrite_attention
 from dicp.passes.rewrite_conv import rewrite_conv
+from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_linear import rewrite_linear
+from dicp.passes.rewrite_norm import rewrite_norm
 from dicp.passes.rules import Claims
 
 __all__ = ["PASSES", "Claims", "OnPass", "Pass", "run_passes"]
@@ -42,10 +45,13 @@ class OnPass(Protocol):
 
 PASSES: tuple[Pass, ...] = (
     Pass("canonicalize", lambda gm, vendor: canonicalize(gm), "first: every pattern then has one spelling"),
+    Pass("rewrite_dropout", lambda gm, vendor: rewrite_dropout(gm), "before the rewrites it would stop"),
+    Pass("rewrite_norm", lambda gm, vendor: rewrite_norm(gm), "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
-    Pass("clean_up", lambda gm, vendor: canonicalize(gm), "last rewrite: views that met, calls left unused"),
+    Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met, unused calls"),
+    Pass("choose_layout", choose_layout, "last: it counts what the rewrites left"),
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from dicp.compat import known_equal
 from dicp.ir.verify import insert, same_meta
 from dicp.passes.facts import (
     aten,
@@ -150,14 +151,36 @@ def _permute_of_permute(node: Node) -> Node | None:
     return None if inner is x else _insert_before(node, aten.permute.default, inner, order)
 
 
+def _permute_of_unsqueeze(node: Node) -> Node | None:
+    """permute(unsqueeze(x, d), p)  ->  unsqueeze(permute(x, q), e)   (einsum writes the left side)"""
+    inner, dims = node.args[0], _dims(node.args[1])
+    if not isinstance(inner, Node) or inner.target is not aten.unsqueeze.default:
+        return None
+    x, new = inner.args[0], inner.args[1] % len(dims)  # type: ignore[operator]
+    order = [d - (d > new) for d in dims if d != new]
+    assert isinstance(x, Node)
+    if order != list(range(len(order))):
+        x = _insert_before(node, aten.permute.default, x, order)
+    return _insert_before(node, aten.unsqueeze.default, x, dims.index(new))
+
+
+def _permute_of_unit_dims(node: Node) -> Node | None:
+    """permute(x: [A,1,B], [0,2,1])  ->  view(x, [A,B,1])"""
+    shape, dims = list(value_of(node).shape), _dims(node.args[1])
+    moved = [d for d, size in zip(dims, shape) if not known_equal(size, 1)]
+    if moved != sorted(moved) or not all(isinstance(size, int) for size in shape):
+        return None
+    return _insert_before(node, aten.view.default, node.args[0], shape)
+
+
 def _dims(dims: Any) -> list[int]:
     return [d % len(dims) for d in dims]
 
 
 def _view_of_view(node: Node) -> Node | None:
-    """view(view(x, s), r)  ->  view(x, r)"""
+    """view(view(x, s), r), view(unsqueeze(x, d), r)  ->  view(x, r)"""
     inner, shape = node.args
-    if not isinstance(inner, Node) or inner.target is not aten.view.default:
+    if not isinstance(inner, Node) or inner.target not in (aten.view.default, aten.unsqueeze.default):
         return None
     x = inner.args[0]
     assert isinstance(x, Node)
@@ -267,7 +290,7 @@ _RULES: dict[Any, tuple[Rule, ...]] = {
     aten.t.default: (_transpose_to_permute,),
     aten.transpose.int: (_transpose_to_permute,),
     aten._unsafe_view.default: (_unsafe_view_to_view,),
-    aten.permute.default: (_permute_of_permute,),
+    aten.permute.default: (_permute_of_permute, _permute_of_unsqueeze, _permute_of_unit_dims),
     aten.view.default: (_input, _view_of_view),
     aten.slice.Tensor: (_whole_slice,),
     aten._to_copy.default: (_input, _cast_of_lossless_cast),

@@ -4,10 +4,11 @@ A pattern is built from a few combinators and matched at the node that computes 
 
     x = var("x")
     SILU = either(op(aten.silu.default, x), both_ways(aten.mul.Tensor, x, op(aten.sigmoid.default, x)))
-    found = match(SILU, node)    # found["x"]: the node x stands for; found.interior: what would go away
+    found = match(SILU, node)
+    found["x"], found.interior   # the node x stands for, and the calls that would go away
 
-A variable that occurs twice must meet the same node twice. A match holds only if nobody outside it uses a value
-inside it: such a value has to be computed anyway, so rewriting would do its work twice.
+A variable that occurs twice must meet the same node twice. A match holds only if nobody outside it uses a
+value inside it: such a value has to be computed anyway, so rewriting would do its work twice.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _FUSED = (
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """What is added to the scores: `node`, or -inf where a bool `node` is False ("open") or True ("closed")."""
+    """Added to the scores: `node`, or -inf where a bool `node` is False ("open") or True ("closed")."""
 
     node: Node
     kind: str = "add"
@@ -51,7 +51,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """q, k or v as found: [B, H, ...] or [B*H, ...]; `swapped` where its last two dims are the other way round."""
+    """q, k or v as found: [B, H, ...] or [B*H, ...]; `swapped`: its last two dims are exchanged."""
 
     node: Node
     swapped: bool = False
@@ -76,13 +76,13 @@ class Attention:
 def rewrite_attention(gm: GraphModule, vendor: Claims) -> GraphModule:
     """view(bmm(softmax(view(bmm(q, k.T)) * c + mask), v))  ->  dicp.attention(q, k, v, mask, False, c)
 
-    Takes the fused attention operators, where only their result is used; and the written-out form: scale on q,
-    on k, on both or on the scores; a mask added or filled in by where; softmax in one call or five; low
-    precision computed in float32 between casts. Heads repeated for grouped queries are handed over unrepeated.
+    Takes the fused attention operators, where only their result is used; and the written-out form: scale on
+    q, on k, on both or on the scores; a mask added or filled in by where; softmax in one call or five; low
+    precision computed in float32 between casts. Repeated heads (grouped queries) are handed over unrepeated.
     The mask that results is a float tensor to add, never a bool one.
     A row closed entirely by its mask is 0 in dicp::attention and the fused operators, but NaN in a plain
     softmax: a written-out softmax with a mask is taken only where it treats such rows itself, or where the
-    mask is finite. Dropout on the weights, or weights used elsewhere (saved for the backward), leave it be.
+    mask is finite. Dropout on the weights, or weights used elsewhere (saved for the backward), prevent it.
     """
     register()
     for node in list(gm.graph.nodes):

@@ -104,7 +104,7 @@ def _chain(linear: Linear, activations: Activations) -> Iterator[Linear]:
 
 
 def _restore(linear: Linear) -> Linear | None:
-    """view(f(view(x, [M, K])), [..., N])  ->  f(x)   where x: [..., K];   view(f(x), ...)  ->  f(view(x, ...))"""
+    """view(f(view(x, [M, K])), [..., N])  ->  f(x) for x: [..., K];  view(f(x), ...)  ->  f(view(x, ...))"""
     user, x = sole_user(linear.root), linear.x
     if user is None or user.target is not aten.view.default or rank(linear.root) != 2:
         return None

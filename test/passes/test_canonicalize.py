@@ -156,6 +156,19 @@ graph(arg0_1: Sym(s0), arg1_1: Sym(s1), arg2_1: f32[s0,s1]):
 """,
         )
 
+    def test_einsum_leaves_views_and_a_product(self) -> None:
+        g = graph_of(lambda a, b: torch.einsum("bij,bkj->bik", a, b), (2, 3, 4), (2, 5, 4))
+        g = self.check(canonicalize, g)
+        self.assertExpectedInline(
+            show(g),
+            """\
+graph(arg0_1: f32[2,3,4], arg1_1: f32[2,5,4]):
+  v0: f32[2,4,5] = permute(arg1_1, [0,2,1])
+  v1: f32[2,3,5] = bmm(arg0_1, v0)
+  return v1
+""",
+        )
+
     def test_backward_transposes_cancel(self) -> None:
         g = graphs_of(lambda x, w: torch.nn.functional.linear(x, w), (4, 8), _parameter(6, 8), train=True)
         g = self.check(canonicalize, g["backward"])

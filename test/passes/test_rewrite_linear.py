@@ -151,12 +151,13 @@ graph(arg0_1: f32[4,3], arg1_1: f32[3,8], arg2_1: f32[4,8]):
         )
 
     def test_symbolic_sizes(self) -> None:
-        g = graph_of(lambda x, w, b: torch.sigmoid(F.linear(x, w, b)), (B, S, K), (N, K), (N,), dynamic=True)
+        module = torch.nn.Linear(K, N)
+        g = graph_of(lambda x: torch.sigmoid(module(x)), (B, S, K), dynamic=True)
         self.assertExpectedInline(
             self.run_on(g),
             """\
-graph(arg0_1: Sym(s0), arg1_1: Sym(s1), arg2_1: Sym(s2), arg3_1: f32[s0,s1,s2], arg4_1: Sym(s3), arg5_1: f32[s3,s2], arg6_1: f32[s3]):
-  v0: f32[s0,s1,s3] = dicp.linear(arg3_1, arg5_1, arg6_1, None, sigmoid)
+graph(arg0_1: f32[4,8], arg1_1: f32[4], arg2_1: Sym(s0), arg3_1: Sym(s1), arg4_1: f32[s0,s1,8]):
+  v0: f32[s0,s1,4] = dicp.linear(arg4_1, arg0_1, arg1_1, None, sigmoid)
   return v0
 """,
         )

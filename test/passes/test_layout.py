@@ -1,0 +1,115 @@
+"""choose_layout: channels-last where the bytes say so."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from graphs import CheckPass, claims, graph_of, graphs_of
+
+from dicp.ir.printer import show
+from dicp.passes.canonicalize import canonicalize
+from dicp.passes.layout import CHANNELS_LAST, FREE_OUTPUTS, LayoutCosts, choose_layout
+from dicp.passes.rewrite_conv import rewrite_conv
+
+T = torch.Tensor
+X, W = (2, 8, 16, 16), (8, 8, 1, 1)
+
+
+class Always(claims):
+    layout_costs = LayoutCosts(conversion=2.0, activation_gain=100.0, weight_loss=0.0)
+
+
+def tower(x: T, w: T) -> T:
+    for _ in range(5):
+        x = torch.relu(F.conv2d(x, w))
+    return x.mean((2, 3))
+
+
+class TestLayout(TestCase, CheckPass):
+    def test_tower_pays_for_one_conversion(self) -> None:
+        g = canonicalize(graph_of(tower, X, W))
+        g = self.check(choose_layout, rewrite_conv(g, claims()), claims())
+        self.assertExpectedInline(
+            show(g),
+            """\
+graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
+  v0: f32[2,8,16,16]@0231 = clone(arg0_1, memory_format=channels_last)
+  v1: f32[2,8,16,16]@0231 = dicp.conv(v0, arg1_1, None, None, [1,1], [0,0], [1,1], 1, relu)
+  v2: f32[2,8,16,16]@0231 = dicp.conv(v1, arg1_1, None, None, [1,1], [0,0], [1,1], 1, relu)
+  v3: f32[2,8,16,16]@0231 = dicp.conv(v2, arg1_1, None, None, [1,1], [0,0], [1,1], 1, relu)
+  v4: f32[2,8,16,16]@0231 = dicp.conv(v3, arg1_1, None, None, [1,1], [0,0], [1,1], 1, relu)
+  v5: f32[2,8,16,16]@0231 = dicp.conv(v4, arg1_1, None, None, [1,1], [0,0], [1,1], 1, relu)
+  v6: f32[2,8] = mean.dim(v5, [2,3])
+  return v6
+""",
+        )
+
+    def test_one_convolution_stays(self) -> None:
+        g = canonicalize(graph_of(lambda x, w: torch.relu(F.conv2d(x, w)), X, W))
+        text = show(g)
+        self.assertEqual(show(self.check(choose_layout, g, claims())), text)
+
+    def test_output_keeps_its_strides(self) -> None:
+        g = graph_of(lambda x, w: torch.relu(F.conv2d(x, w)), X, W)
+        g = self.check(choose_layout, canonicalize(g), Always())
+        self.assertExpectedInline(
+            show(g),
+            """\
+graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
+  v0: f32[2,8,16,16]@0231 = clone(arg0_1, memory_format=channels_last)
+  v1: f32[2,8,16,16]@0231 = convolution(v0, arg1_1, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v2: f32[2,8,16,16]@0231 = relu(v1)
+  v3: f32[2,8,16,16] = clone(v2, memory_format=contiguous_format)
+  return v3
+""",
+        )
+
+    def test_freed_output_does_not(self) -> None:
+        g = canonicalize(graph_of(lambda x, w: F.conv2d(x, w), X, W))
+        g.meta[FREE_OUTPUTS] = (0,)
+        choose_layout(g, Always())
+        (result,) = next(reversed(g.graph.nodes)).all_input_nodes
+        self.assertEqual(result.meta["dicp_layout"], CHANNELS_LAST)
+
+    def test_view_gets_a_copy(self) -> None:
+        g = graph_of(lambda x, w: F.conv2d(x, w).flatten(1).sum(1), X, W)
+        g = self.check(choose_layout, canonicalize(g), Always())
+        self.assertExpectedInline(
+            show(g),
+            """\
+graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
+  v0: f32[2,8,16,16]@0231 = clone(arg0_1, memory_format=channels_last)
+  v1: f32[2,8,16,16]@0231 = convolution(v0, arg1_1, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v2: f32[2,8,16,16] = clone(v1, memory_format=contiguous_format)
+  v3: f32[2,2048] = view(v2, [2,2048])
+  v4: f32[2] = sum.dim_IntList(v3, [1])
+  return v4
+""",
+        )
+
+    def test_channels_last_input_needs_nothing(self) -> None:
+        x = torch.randn(X).to(memory_format=torch.channels_last)
+        g = canonicalize(graph_of(tower, x, W))
+        text = show(g)
+        self.assertEqual(show(self.check(choose_layout, g, Always())), text)
+
+    def test_random_call_reads_its_input_as_traced(self) -> None:
+        g = graph_of(lambda x, w: F.conv2d(torch.rand_like(F.conv2d(x, w)), w).sum((2, 3)), X, W)
+        self.check(choose_layout, canonicalize(g), Always())
+
+    def test_large_window_with_large_weight_stays(self) -> None:
+        g = canonicalize(graph_of(tower, (1, 64, 12, 12), (64, 64, 3, 3)))
+        text = show(g)
+        self.assertEqual(show(self.check(choose_layout, g, claims())), text)
+
+    def test_training_graphs(self) -> None:
+        w = torch.randn(W, requires_grad=True)
+        for g in graphs_of(tower, X, w, train=True).values():
+            self.check(choose_layout, canonicalize(g), Always())
+            self.assertIn("@0231", show(g))
+
+    def test_symbolic_sizes(self) -> None:
+        g = canonicalize(graph_of(tower, (3, 8, 16, 18), W, dynamic=True))
+        self.check(choose_layout, g, Always())
+        self.assertIn("@0231", show(g))
