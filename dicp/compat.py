@@ -95,15 +95,20 @@ def counters() -> Any:
     return all_counters["dicp"]
 
 
-def aot_compile(gm: Any, example_inputs: Any, *, forward: Any, backward: Any, inference: Any,
-                decompositions: Any) -> Any:
+def aot_compile(
+    gm: Any, example_inputs: Any, *, forward: Any, backward: Any, inference: Any, decompositions: Any
+) -> Any:
     """AOTAutograd with the min-cut partitioner; mutated inputs stay copy_ nodes of the graphs."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, decompositions=decompositions,
-        partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        decompositions=decompositions,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
     )(gm, example_inputs)
 
 
