@@ -1,6 +1,7 @@
 """An eager Builder for tests: every value a rule makes is evaluated at once, by interpreting its expressions.
 
-`run(graph_module, inputs)` executes an FX graph of aten ops through the rules of the op table.
+`run(graph_module, inputs)` executes an FX graph of aten ops through the rules of the op table, and by eager calls of the
+ops that have none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import sympy
 import torch
+from torch.utils._pytree import tree_map
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
@@ -18,7 +20,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Index
 from dicp.ir.interpret import evaluate_all
 from dicp.ir.value import Indices, ReduceKind, ScanKind, ScatterMode, Shape, Value
-from dicp.ops.table import Declined, Result, Row, table
+from dicp.ops.table import Declined, Row, table
 
 
 class Reference:
@@ -27,7 +29,7 @@ class Reference:
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self.sizes = dict(sizes or {})
         self.buffers: dict[str, torch.Tensor] = {}
-        self.used: set[str] = set()
+        self.externs: set[str] = set()
 
     # --- between tensors and values
 
@@ -43,7 +45,7 @@ class Reference:
         """The tensor of a value."""
         grid = self._grid((value.shape,))
         element = value(grid.indices[0])
-        return self._compute(grid, (element,))[0].to(value.dtype)
+        return self._compute(grid, (element,))[0].to(value.dtype).contiguous()
 
     def size(self, n: Index) -> int:
         return int(ix.evaluate(n, lambda a: self.sizes[str(a)]))
@@ -195,11 +197,8 @@ def _from_sympy(x: Any) -> Index:
     raise Declined(f"symbolic size {x}")
 
 
-def run(g: torch.fx.GraphModule, inputs: list[Any], rows: Mapping[Any, Row] | None = None) -> Any:
-    """Results of a graph whose ops are all in the table (or in `rows`), on tensors and sizes.
-
-    Raises Declined for an op without a rule.
-    """
+def run(g: torch.fx.GraphModule, inputs: list[Any], rows: Mapping[Any, Row] | None = None) -> tuple[Any, set[str]]:
+    """Results of a graph on tensors and sizes, and the ops that ran by eager calls, with the reason."""
     rows = table() if rows is None else rows
     b = Reference()
     env: dict[torch.fx.Node, Any] = {}
@@ -208,9 +207,10 @@ def run(g: torch.fx.GraphModule, inputs: list[Any], rows: Mapping[Any, Row] | No
         env[node] = b.input(given, b.meta(node)[0]) if isinstance(given, torch.Tensor) else b.index(node.meta["val"])
     for node in g.graph.nodes:
         if node.op == "output":
-            return torch.fx.map_arg(node.args[0], lambda n: _result(b, env[n]))
+            return torch.fx.map_arg(node.args[0], lambda n: _result(b, env[n])), b.externs
         if node.op == "get_attr":
-            env[node] = b.input(getattr(g, str(node.target)))
+            attr = getattr(g, str(node.target))
+            env[node] = b.input(attr) if isinstance(attr, torch.Tensor) else attr
         elif node.op == "call_function":
             env[node] = _step(b, node, env, rows)
     raise AssertionError("graph without output")
@@ -224,21 +224,31 @@ def _bind_sizes(b: Reference, node: torch.fx.Node, given: Any) -> None:
             b.sizes[symbolic.node.expr.name] = int(n)
 
 
-def _step(b: Reference, node: torch.fx.Node, env: dict[torch.fx.Node, Any], rows: Mapping[Any, Row]) -> Result | Index:
+def _step(b: Reference, node: torch.fx.Node, env: dict[torch.fx.Node, Any], rows: Mapping[Any, Row]) -> Any:
     if isinstance(node.meta.get("val"), (torch.SymInt, int)):
         return b.index(node.meta["val"])
     args = torch.fx.map_arg(node.args, lambda n: env[n])
     kwargs = torch.fx.map_arg(node.kwargs, lambda n: env[n])
     if node.target is operator.getitem:
-        return args[0][args[1]]  # type: ignore[no-any-return]
-    if node.target not in rows:
-        raise Declined(f"{node.target} has no row")
-    row = rows[node.target]
-    b.used.add(row.name)
-    return row.lower(b, node, args, kwargs)
+        return args[0][args[1]]
+    try:
+        if node.target not in rows:
+            raise Declined("no row")
+        return rows[node.target].lower(b, node, args, kwargs)
+    except Declined as e:
+        b.externs.add(f"{node.target}: {e}")
+        return _call(b, node, args, kwargs)
+
+
+def _call(b: Reference, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+    """The op by eager, on evaluated operands."""
+    args, kwargs = tree_map(lambda x: _result(b, x) if isinstance(x, (Value, ix.Poly)) else x, (args, kwargs))
+    return tree_map(lambda x: b.input(x) if isinstance(x, torch.Tensor) else x, node.target(*args, **kwargs))
 
 
 def _result(b: Reference, x: Any) -> Any:
     if isinstance(x, Value):
         return b.evaluate(x)
-    return tuple(_result(b, y) for y in x) if isinstance(x, tuple) else b.size(x)
+    if isinstance(x, (tuple, list)):
+        return tuple(_result(b, y) for y in x)
+    return b.size(x) if isinstance(x, (int, ix.Poly)) else x
