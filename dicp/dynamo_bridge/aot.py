@@ -20,6 +20,8 @@ def compile_joint(gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: Any
         def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if role == "forward":
                 _free_saved_strides(graph)
+            elif role == "backward":
+                _saved_as_given(graph, inputs)
             compiled = compile_graph(graph, vendor, config, role)
             _count(compiled)
             if role == "forward":
@@ -43,6 +45,14 @@ def _free_saved_strides(graph: fx.GraphModule) -> None:
         if isinstance(node, fx.Node) and node.op != "placeholder" and node not in shown and \
                 isinstance(node.meta.get("val"), torch.Tensor):
             node.meta["dicp_free_strides"] = True
+
+
+def _saved_as_given(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Saved values arrive with the strides the forward gave them, which may differ from those that were traced."""
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    for node, given in zip(placeholders, inputs, strict=True):
+        if isinstance(given, torch.Tensor):
+            node.meta["val"] = given
 
 
 def output_strides(compiled: Compiled) -> list[Any]:

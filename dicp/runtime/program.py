@@ -175,6 +175,7 @@ class Runner:
                                   f"{buffer.dtype})")
             elif buffer.kind == "constant":
                 self.names[name] = name
+                self.globals[name] = self.lowered.constants[name]
         for step in self.program.steps:
             if isinstance(step, Segment):
                 self._native(step)

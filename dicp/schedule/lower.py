@@ -46,6 +46,7 @@ class Lowered:
         self.buffers: dict[str, Buffer] = {}
         self.inputs: list[Buffer | Index | None] = []
         self.outputs: list[Any] = []            # View | Index | None | input position wrapped in ("input", k)
+        self.constants: dict[str, torch.Tensor] = {}
         self.checks: list[str] = []             # messages of the run-time index checks, by number
         self.symbols: Symbols = Symbols(None)
 
@@ -129,6 +130,7 @@ class _Lowering:
             buffer = Buffer(f"const_{node.name}", self._sizes(attr.shape), attr.dtype, self._sizes(attr.stride()),
                             "constant")
             self.out.buffers[buffer.name] = buffer
+            self.out.constants[buffer.name] = attr
             self.values[node] = buffer.value() if ex.compute_dtype(attr.dtype) in ex.COMPUTE_DTYPES else buffer
         else:
             self.values[node] = attr

@@ -251,12 +251,20 @@ def _attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]
 
 
 def _attention_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
-    """The library answers [B, H, S, D] stored as [B, S, H, D]."""
+    """The library's answer lies in memory as the query does."""
     from dicp.schedule.lower import dense_strides
     val = node.meta["val"]
     vals = val if isinstance(val, (tuple, list)) else [val]
-    out: list[Any] = [dense_strides(tuple(lowering.index(s) for s in vals[0].shape), (0, 2, 1, 3))]
-    return out + [None] * (len(vals) - 1)
+    shape = tuple(lowering.index(s) for s in vals[0].shape)
+    return [dense_strides(shape, _memory_order(args[0])), *[None] * (len(vals) - 1)]
+
+
+def _memory_order(v: View) -> tuple[int, ...]:
+    """Dims from outermost to innermost, as far as the strides are numbers; row-major otherwise."""
+    if not all(isinstance(s, int) for s in v.strides):
+        seq_first = len(v.shape) == 4 and v.strides[1] == v.shape[3]
+        return (0, 2, 1, 3) if seq_first else tuple(range(len(v.shape)))
+    return tuple(sorted(range(len(v.shape)), key=lambda d: (-v.strides[d], d)))  # type: ignore[operator]
 
 
 def _attention(node: fx.Node) -> Claim | None:

@@ -57,28 +57,26 @@ template <class V> struct Welford {
   }
 };
 
-// Welford along a row: each lane sees every LANES-th value, tail lanes one less; Chan's formula joins the lanes.
+// Welford along a row: each lane has a state of its own, with its own count; Chan's formula joins the lanes.
 template <class V> struct RowWelford {
-  Welford<V> lane{splat<V>(0), splat<V>(0)};
-  int64_t rounds = 0;
-  int tail = 0;
-  DICP_INLINE void add(V x, Full) { lane.add(x, scalar<V>(1) / scalar<V>(++rounds)); }
+  V average = splat<V>(0), squares = splat<V>(0), seen = splat<V>(0);
+  DICP_INLINE void add(V x, Full) {
+    seen = seen + scalar<V>(1);
+    const V d = x - average;
+    average = average + d / seen;
+    squares = squares + d * (x - average);
+  }
   DICP_INLINE void add(V x, Lanes lanes) {
-    Welford<V> next = lane;
-    next.add(x, scalar<V>(1) / scalar<V>(rounds + 1));
-    lane.mean = where(active(lanes), next.mean, lane.mean);
-    lane.m2 = where(active(lanes), next.m2, lane.m2);
-    tail = lanes.n;
+    RowWelford<V> next = *this;
+    next.add(x, Full{});
+    average = where(active(lanes), next.average, average);
+    squares = where(active(lanes), next.squares, squares);
+    seen = where(active(lanes), next.seen, seen);
   }
-  DICP_INLINE scalar<V> count() const { return scalar<V>(rounds * LANES + tail); }
-  DICP_INLINE V weight() const {
-    const V whole = splat<V>(scalar<V>(rounds));
-    return tail ? where(active(Lanes{tail}), whole + scalar<V>(1), whole) : whole;
-  }
-  DICP_INLINE scalar<V> mean() const { return hsum(lane.mean * weight()) / count(); }
+  DICP_INLINE scalar<V> mean() const { return hsum(average * seen) / hsum(seen); }
   DICP_INLINE scalar<V> m2() const {
-    const V d = lane.mean - mean();
-    return hsum(lane.m2 + d * d * weight());
+    const V d = average - mean();
+    return hsum(squares + d * d * seen);
   }
 };
 
