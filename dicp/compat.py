@@ -128,3 +128,21 @@ def visible_outputs() -> int | None:
     context = TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     return None if metadata is None else int(metadata.num_forward)
+
+
+def reset_dynamo() -> None:
+    """Forget what Dynamo has compiled."""
+    torch._dynamo.reset()
+
+
+def clear_graph_breaks() -> None:
+    from torch._dynamo.utils import counters as all_counters
+
+    all_counters["graph_break"].clear()
+
+
+def graph_breaks() -> list[str]:
+    """Why Dynamo broke graphs since the last clear, with counts."""
+    from torch._dynamo.utils import counters as all_counters
+
+    return [f"{reason.splitlines()[0]} ({n})" for reason, n in all_counters["graph_break"].items()]

@@ -12,6 +12,7 @@ from typing import Any
 import torch.fx as fx
 
 from dicp.ir.verify import verify
+from dicp.ops.library import register
 from dicp.passes import run_passes
 from dicp.runtime.dump import Dump
 from dicp.runtime.program import Program, make_program
@@ -21,6 +22,7 @@ from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
 
 _numbers = itertools.count()
+_observers: list[Callable[[Compiled], None]] = []
 
 
 @dataclass(eq=False)
@@ -40,6 +42,7 @@ def compile_graph(gm: fx.GraphModule, vendor: Any, config: Any, role: str = "inf
     role: inference, forward or backward, for names and reports.
     Raises UnsupportedOp (strict mode), BuildError, ToolchainError, VerifyError.
     """
+    register()
     name = f"graph{next(_numbers)}_{role}"
     seconds: dict[str, float] = {}
     dump = Dump(name, config)
@@ -66,7 +69,19 @@ def compile_graph(gm: fx.GraphModule, vendor: Any, config: Any, role: str = "inf
     dump.sources(program)
     compiled = Compiled(name, role, call, program, seconds)
     dump.done(compiled)
+    for observer in list(_observers):
+        observer(compiled)
     return compiled
+
+
+@contextlib.contextmanager
+def observe(observer: Callable[[Compiled], None]) -> Iterator[None]:
+    """Call `observer` with every graph compiled inside."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 def _timer(seconds: dict[str, float]) -> Callable[[str], contextlib.AbstractContextManager[None]]:

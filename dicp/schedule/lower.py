@@ -634,13 +634,13 @@ def _broadcast_to(value: Value, shape: Shape) -> Value:
 
 
 def _host_scalar(node: fx.Node, lowering: _Lowering) -> Any:
-    """A symbolic float or bool computed from sizes."""
+    """A symbolic float or bool computed from sizes, as a float64 (or bool) expression."""
     val = node.meta["val"]
     if isinstance(val, (float, bool)):
         return val
-    expr = val.node.expr
-    if isinstance(val, torch.SymFloat) and type(expr).__name__ == "ToFloat":
-        return ex.cast(ex.index_value(lowering.index(expr.args[0])), torch.float64)
-    where = user_location(node)
-    raise UnsupportedOp(f"{node.target}: a run-time float or bool scalar ({expr}) is not supported yet",
-                        where=where or (), todo="mark the size static, or compute the scalar as a tensor")
+    found = lowering.symbols.scalar(val.node.expr)
+    if found is not None:
+        return found
+    raise UnsupportedOp(f"{node.target}: no code for the run-time scalar {val.node.expr}",
+                        where=user_location(node) or (),
+                        todo="mark the size static, or compute the scalar as a tensor")

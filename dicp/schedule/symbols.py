@@ -8,7 +8,9 @@ import sympy
 import torch
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
+from dicp.ir import expr as ex
 from dicp.ir import index as ix
+from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 
 
@@ -55,6 +57,31 @@ class Symbols:
             self.host[e] = var
             self.expressions[var] = e
         return ix.of(self.host[e])
+
+    def scalar(self, e: sympy.Expr) -> Expr | None:
+        """A float computed from sizes, as a float64 expression; None where an operation has no primitive."""
+        if isinstance(e, (sympy.Float, sympy.Rational, sympy.Integer)) or e.is_number:
+            return ex.const(float(e), torch.float64)
+        if e.is_integer and not isinstance(e, sympy.Symbol) or isinstance(e, sympy.Symbol) and e.is_integer:
+            return ex.cast(ex.index_value(self.index(e)), torch.float64)
+        name = type(e).__name__
+        parts = [self.scalar(a) for a in e.args]
+        if any(p is None for p in parts) or not parts:
+            return None
+        args: list[Any] = parts
+        if name == "ToFloat":
+            return args[0]  # type: ignore[no-any-return]
+        if name.startswith("OpaqueUnaryFn_"):
+            op = name.removeprefix("OpaqueUnaryFn_")
+            return ex.unary(op, args[0]) if op in ex.UNARY else None
+        word = {"IntTrueDiv": "div", "FloatTrueDiv": "div", "Add": "add", "Mul": "mul", "Pow": "pow",
+                "FloatPow": "pow", "PowByNatural": "pow", "Max": "maximum", "Min": "minimum"}.get(name)
+        if word is None:
+            return None
+        out = args[0]
+        for a in args[1:]:
+            out = ex.binary(word, out, a)
+        return out  # type: ignore[no-any-return]
 
     def _symbol(self, s: sympy.Symbol) -> Var:
         if s not in self.backed:

@@ -1,0 +1,133 @@
+"""What dicp makes of a model: graphs, breaks, kernels with what they fuse, externs, memory, time by phase.
+
+    import dicp; print(dicp.explain(model, x))          or: python -m dicp.explain package.module:function
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dicp.compiler import Compiled, observe
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph. Times in seconds, memory in bytes (text where sizes are symbolic)."""
+
+    name: str
+    role: str
+    kernels: list[dict[str, Any]]
+    library: list[str]
+    externs: list[str]
+    arena: int | str
+    most_alive: int | str
+    saved_in_place: int
+    seconds: dict[str, float]
+    built: int
+    from_cache: int
+
+
+@dataclass
+class Explanation:
+    """The result of `explain`; prints as a report, `to_dict` for tools."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    total_seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.graphs)} graphs, {len(self.breaks)} graph breaks, first call {self.total_seconds:.2f} s"]
+        lines += [f"  break: {b}" for b in self.breaks]
+        for g in self.graphs:
+            lines.append("")
+            lines.append(f"{g.name}: {len(g.kernels)} kernels, {len(g.library)} library calls, {len(g.externs)} externs")
+            for k in g.kernels:
+                lines.append(f"  kernel {k['name']}  x{k['launches']}  {k['space']}")
+                lines += [f"      {o}" for o in k["fuses"]]
+            lines += [f"  library {text}" for text in _counted(g.library)]
+            lines += [f"  EXTERN {text}" for text in _counted(g.externs)]
+            lines.append(f"  memory: arena {g.arena} bytes, most alive at once {g.most_alive}, "
+                         f"{g.saved_in_place} results in place of an operand")
+            lines.append("  time: " + ", ".join(f"{k} {v:.3f} s" for k, v in g.seconds.items())
+                         + f" ({g.built} units built, {g.from_cache} from the cache)")
+        return "\n".join(lines)
+
+
+def explain(model: Callable[..., Any], *args: Any, backend: str = "dicp", options: dict[str, Any] | None = None,
+            **kwargs: Any) -> Explanation:
+    """Compile and run `model(*args, **kwargs)` once, and tell what was made of it.
+
+    When a floating result requires a gradient, the backward is run too (of the sum of such results).
+    """
+    import torch
+
+    from dicp import compat
+    found: list[Compiled] = []
+    compat.reset_dynamo()
+    compat.clear_graph_breaks()
+    start = time.perf_counter()
+    with observe(found.append):
+        result = torch.compile(model, backend=backend, options=options)(*args, **kwargs)
+        leaves = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        wanting = [t for t in leaves if t.requires_grad]
+        if wanting:
+            sum((t.sum() for t in wanting), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+    seconds = time.perf_counter() - start
+    return Explanation([report(c) for c in found], compat.graph_breaks(), seconds)
+
+
+def report(compiled: Compiled) -> GraphReport:
+    """The facts of one compiled graph."""
+    program = compiled.program
+    kernels: dict[str, dict[str, Any]] = {}
+    for launch in program.launches:
+        entry = kernels.setdefault(launch.kernel.digest, {
+            "name": f"{launch.kernel.name}_{launch.kernel.digest[:8]}", "launches": 0,
+            "space": ", ".join(f"{a.size}{' reduced' if a.reduced else ''}" for a in launch.kernel.axes) or "one element",
+            "fuses": list(launch.kernel.origins)})
+        entry["launches"] += 1
+    plan = program.plan
+    sizes = [n if isinstance(n, int) else str(n) for n in (plan.size, plan.lower_bound)]
+    stats = program.build_stats
+    return GraphReport(
+        compiled.name, compiled.role, list(kernels.values()),
+        [f"{c.claim.name}    {c.note}" for c in program.library_calls], [c.note for c in program.externs],
+        sizes[0], sizes[1], len(plan.root), compiled.seconds, getattr(stats, "compiled", 0), getattr(stats, "hits", 0))
+
+
+def _counted(lines: list[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for line in lines:
+        counts[line] = counts.get(line, 0) + 1
+    return [f"{line}  x{n}" if n > 1 else line for line, n in counts.items()]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m dicp.explain module:function [--backend B] [--json]`: the function takes no arguments and returns
+    (model, args)."""
+    import argparse
+    import importlib
+    import json
+    import os
+    import sys
+    parser = argparse.ArgumentParser(prog="python -m dicp.explain", description=main.__doc__)
+    parser.add_argument("source", help="module:function returning (model, args)")
+    parser.add_argument("--backend", default="dicp")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(argv)
+    module, _, name = given.source.partition(":")
+    sys.path.insert(0, os.getcwd())
+    model, args = getattr(importlib.import_module(module), name or "example")()
+    found = explain(model, *args, backend=given.backend)
+    print(json.dumps(found.to_dict(), indent=2) if given.json else found)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
