@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -180,9 +181,13 @@ def grow(case: Case) -> Case:
 
 
 def first_line(e: BaseException) -> str:
-    """`RuntimeError: the first lines of its message`, short enough for a table."""
-    lines = [line.strip() for line in str(e).strip().splitlines() if line.strip()]
-    return f"{type(e).__name__}: {' | '.join(lines[:3])}"[:600]
+    """`RuntimeError: first lines of its message (file.py:12 function)`, short enough for a table."""
+    cause = getattr(e, "inner_exception", None) or e
+    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
+    kept = [line for line in lines if "TORCHDYNAMO_VERBOSE" not in line][:3]
+    frames = traceback.extract_tb(cause.__traceback__)
+    where = f" ({'/'.join(frames[-1].filename.split('/')[-2:])}:{frames[-1].lineno} {frames[-1].name})" if frames else ""
+    return f"{type(cause).__name__}: {' | '.join(kept)}"[:600] + where
 
 
 def run_group(runner: Runner, group: list[tuple[Case, Outcome]], limit: list[str] | None = None) -> list[
