@@ -506,7 +506,7 @@ class _Lowering:
         if expr.op == "at":
             buffer = self.out.buffers[expr.args[0]]
             window = _window(buffer.flat(expr.args[1]), idx, shape)
-            aliases = buffer.kind in ("input", "constant") or (buffer.kind == "alias" and buffer.name in mutated)
+            aliases = buffer.kind == "constant" or buffer.name in mutated       # the caller may see it change
             if window is not None and buffer.dtype == value.dtype and not aliases and \
                     (_strides_agree(window[0], strides, shape) or r.meta.get("dicp_free_strides")):
                 if buffer.kind == "temp":
