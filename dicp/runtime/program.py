@@ -22,7 +22,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.runtime.arena import ARENA
-from dicp.schedule.defs import Buffer, Call, Raw, View, views
+from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
 from dicp.schedule.kernels import Item, Launch
 from dicp.schedule.lower import Lowered
 from dicp.schedule.memory import Plan, touched
@@ -165,14 +165,13 @@ class Runner:
 
     def _write(self) -> str:
         self._inputs()
-        arena = self.plan.size != 0
+        arena = bool(self.plan.offset)
         if arena:
             self.lines.append(f"block = ARENA.take({self._text(self.plan.size)})")
         for name, buffer in self.lowered.buffers.items():
             if buffer.kind == "output" and self.plan.find(name) == name:
                 self.names[name] = name
-                self.lines.append(f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
-                                  f"{buffer.dtype})")
+                self._allocate(name, buffer)
             elif buffer.kind == "constant":
                 self.names[name] = name
                 self.globals[name] = self.lowered.constants[name]
@@ -181,10 +180,21 @@ class Runner:
                 self._native(step)
             else:
                 self._extern(step)
-        if arena:
-            self.lines.append("ARENA.give(block)")
+        self._give_arena()
         self.lines.append(f"return ({''.join(self._output(o) + ', ' for o in self.lowered.outputs)})")
         return "def call(args):\n" + "\n".join("    " + line for line in self.lines) + "\n"
+
+    def _take_arena(self) -> None:
+        if self.plan.size != 0:
+            self.lines.append(f"block = ARENA.take({self._text(self.plan.size)})")
+
+    def _give_arena(self) -> None:
+        if self.plan.size != 0:
+            self.lines.append("ARENA.give(block)")
+
+    def _allocate(self, name: str, buffer: Buffer) -> None:
+        self.lines.append(f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
+                          f"{buffer.dtype})")
 
     def _inputs(self) -> None:
         names = [f"arg{k}" for k in range(len(self.lowered.inputs))]
@@ -223,6 +233,8 @@ class Runner:
                 stack += [*x.shape, *x.strides, x.offset]
             elif isinstance(x, ix.Poly):
                 found.update({a.name: a for a in ix.atoms(x) if isinstance(a, Var)})
+            elif isinstance(x, Host):
+                found.update({str(e): self.lowered.symbols._symbol(e) for e in x.expr.free_symbols})
         extra: dict[str, Var] = {}
         for v in [*found.values(), *self.symbols]:      # symbols that host-computed sizes are made of
             e = self.lowered.symbols.expressions.get(v)
@@ -303,6 +315,11 @@ class Runner:
             return self._view(a)
         if isinstance(a, Raw):
             return self.names[a.name]
+        if isinstance(a, Host):
+            free = sorted(a.expr.free_symbols, key=str)
+            name = f"host_{len(self.globals)}"
+            self.globals[name] = _host_function(a.expr, free, _number)
+            return f"{name}({', '.join(map(str, free))})"
         if isinstance(a, ix.Poly):
             return self._text(a)
         if isinstance(a, (list, tuple)):
@@ -359,10 +376,15 @@ def _expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
     return t
 
 
-def _host_function(expr: Any, free: list[Any]) -> Callable[..., int]:
-    def evaluate(*values: int) -> int:
-        return int(expr.xreplace(dict(zip(free, map(_integer, values), strict=True))))
+def _host_function(expr: Any, free: list[Any], convert: Callable[[Any], Any] = int) -> Callable[..., Any]:
+    def evaluate(*values: int) -> Any:
+        return convert(expr.xreplace(dict(zip(free, map(_integer, values), strict=True))))
     return evaluate
+
+
+def _number(value: Any) -> bool | float:
+    """A sympy truth value or number as Python's own."""
+    return bool(value) if value in (True, False) else float(value)
 
 
 def _integer(n: int) -> Any:
