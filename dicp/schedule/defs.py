@@ -65,6 +65,13 @@ class Raw:
     name: str
 
 
+@dataclass(frozen=True)
+class Host:
+    """A number computed from sizes by the calling Python: `expr` is its sympy expression."""
+
+    expr: Any
+
+
 @dataclass(eq=False)
 class Def:
     """One step of the lowered graph. `outputs` are the buffers it defines, `note` the op and the user's line."""

@@ -26,7 +26,7 @@ from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.table import Declined, table
-from dicp.schedule.defs import Buffer, Call, Def, Pointwise, Raw, Reduction, Scatter, View
+from dicp.schedule.defs import Buffer, Call, Def, Host, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.splitting import split_extent
 from dicp.schedule.symbols import Symbols
 
@@ -303,11 +303,23 @@ class _Lowering:
         if split is not None:
             return split.build(self, kind, shape, extent, dtypes, fn)
         expr = fn(idx, ridx)
-        if not _loop_vars(ridx) and kind == "sum":
-            return (self._memo(Value(shape, dtypes[0], lambda i: fn(i, ridx)), _note(self.node)),)
+        if not _loop_vars(ridx):
+            return self._of_one(kind, shape, dtypes, lambda i: fn(i, ridx))
         outs = tuple(self._buffer(shape, d, dense_strides(shape, self._reduced_order(shape))) for d in dtypes)
         self.out.defs.append(Reduction(outs, _note(self.node), _loop_vars(idx), _loop_vars(ridx), kind, expr, idx))
         return tuple(b.value() for b in outs)
+
+    def _of_one(self, kind: str, shape: Shape, dtypes: tuple[torch.dtype, ...],
+                fn: Callable[[Indices], Expr]) -> tuple[Value, ...]:
+        """A reduction over a single element."""
+        if kind in ("argmax", "argmin"):
+            return (Value(shape, dtypes[0], lambda i: ex.const(0, torch.int64)),)
+        if kind in ("any", "all"):
+            return (Value(shape, dtypes[0], lambda i: ex.cast(fn(i), torch.bool)),)
+        first = self._memo(Value(shape, dtypes[0], fn), _note(self.node))
+        if kind == "welford":
+            return first, Value(shape, dtypes[1], lambda i: ex.binary("sub", fn(i), fn(i)))     # NaN stays NaN
+        return (first,)
 
     def _reduced_order(self, shape: Shape) -> tuple[int, ...]:
         val = self.node.meta.get("val") if self.node is not None else None
@@ -387,6 +399,8 @@ class _Lowering:
 
     def operand(self, value: Any, dense: bool = False) -> View:
         """A value as a strided window on memory, materialised when it is not one already. `dense`: row-major."""
+        if isinstance(value, View):
+            return value
         if isinstance(value, Buffer):
             return View(value, value.shape, value.strides)
         idx = self._vars(value.shape)
@@ -435,9 +449,26 @@ class _Lowering:
             raise UnsupportedOp(f"{node.target}: {self.vendor.name} has no code for this op ({why})", where=where or (),
                                 todo="drop options={'strict': True} to run it as an extern aten call, "
                                      "or add a row to dicp/ops (docs/adding_an_op.md)")
-        args, kwargs = self._arguments(node)
-        args, kwargs = self._operands(args), {k: self._operands(v) for k, v in kwargs.items()}
+        args = tuple(self._as_traced(a) for a in node.args)
+        kwargs = {k: self._as_traced(a) for k, a in node.kwargs.items()}
         return self._add_call(node, args, kwargs, None, None, "extern")
+
+    def _as_traced(self, a: Any) -> Any:
+        """An argument of an extern call: tensors with the strides they were traced with, which the op may rely on."""
+        if isinstance(a, (list, tuple)):
+            return type(a)(self._as_traced(x) for x in a)
+        if not isinstance(a, fx.Node):
+            return self.index(a) if isinstance(a, torch.SymInt) else a
+        value, val = self.values[a], a.meta.get("val")
+        if isinstance(val, (torch.SymFloat, torch.SymBool)):
+            return Host(val.node.expr)
+        if not isinstance(value, (Value, Buffer)):
+            return value
+        view = self.operand(value)
+        wanted = self._sizes(val.stride())
+        if _strides_agree(view.strides, wanted, view.shape) or isinstance(value, Buffer) or not _no_overlap(val):
+            return view
+        return self.in_order(value, order_of(val))
 
     def _add_call(self, node: fx.Node, args: Any, kwargs: Any, claim: Any, strides: Any, kind: str) -> Any:
         val = node.meta.get("val")
@@ -638,9 +669,5 @@ def _host_scalar(node: fx.Node, lowering: _Lowering) -> Any:
     val = node.meta["val"]
     if isinstance(val, (float, bool)):
         return val
-    found = lowering.symbols.scalar(val.node.expr)
-    if found is not None:
-        return found
-    raise UnsupportedOp(f"{node.target}: no code for the run-time scalar {val.node.expr}",
-                        where=user_location(node) or (),
-                        todo="mark the size static, or compute the scalar as a tensor")
+    found = None if isinstance(val, torch.SymBool) else lowering.symbols.scalar(val.node.expr)
+    return Host(val.node.expr) if found is None else found

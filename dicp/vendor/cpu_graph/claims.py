@@ -67,6 +67,23 @@ def _act(w: Any, act: str) -> list[str]:
     return [f'"{name}"', "nullptr", "0", f"&{text}"]
 
 
+def _dense(*positions: int) -> Callable[..., Sequence[Any]]:
+    """Prepare operands that the library reads as if they were dense (it ignores their strides)."""
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        return [lowering.operand(a, dense=True) if k in positions and a is not None else a for k, a in enumerate(args)]
+    return prepare
+
+
+def _rows(*positions: int) -> Callable[..., Sequence[Any]]:
+    """Prepare operands whose last dim must be contiguous."""
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        def fix(a: Any) -> Any:
+            view = lowering.operand(a)
+            return view if view.strides[-1] == 1 else lowering.operand(a, dense=True)
+        return [fix(a) if k in positions and a is not None else a for k, a in enumerate(args)]
+    return prepare
+
+
 # -- GEMM --------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +103,7 @@ def _addmm(node: fx.Node) -> Claim | None:
     bias = node.args[0].meta["val"]  # type: ignore[union-attr]
     if prefers_onednn(_dtype(node)) and bias.dim() == 1 and beta == 1 and alpha == 1:  # type: ignore[arg-type]
         return Claim("addmm: oneDNN", lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None,
-                                                                "none"))
+                                                                "none"), prepare=_dense(0))
     return Claim("addmm: BLAS", lambda w, c: w.call(
         c, SHIM + "addmm_out", [w.output(c.outputs[0]), *(w.tensor(a) for a in c.args[:3]), repr(float(beta)),  # type: ignore[arg-type]
                                 repr(float(alpha))]), out=True)  # type: ignore[arg-type]
@@ -111,7 +128,8 @@ def _linear(node: fx.Node) -> Claim | None:
     x, weight, bias, other = (*node.args, None, None, None, None)[:4]
     act = _argument(node, 4, "act", "none")
     return Claim("linear: oneDNN", lambda w, c: _linear_call(w, c, c.args[0], c.args[1], c.args[2] if len(c.args) > 2
-                                                             else None, c.args[3] if len(c.args) > 3 else None, act))
+                                                             else None, c.args[3] if len(c.args) > 3 else None, act),
+                 prepare=_dense(2, 3))
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
@@ -175,7 +193,8 @@ def _in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any
 def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
     count = 3 if node.target is aten.convolution_backward.default else 1
     wanted = [_in_layout(lowering, node, args, k) for k in range(count)]
-    return (*wanted, *args[count:])
+    rest = args[count:] if count == 3 else _dense(2)(lowering, node, args)[1:]      # the bias of a forward convolution
+    return (*wanted, *rest)
 
 
 def _convolution(node: fx.Node) -> Claim | None:
@@ -210,7 +229,7 @@ def _conv(node: fx.Node) -> Claim | None:
                 w.text(groups), '"add"', "&alpha", name, "nullptr", "0", "nullptr"])
 
     def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        wanted = list(args)
+        wanted = list(_dense(2)(lowering, n, args))
         for k in (0, 3):
             if wanted[k] is not None:
                 wanted[k] = _in_layout(lowering, n, args, k)
@@ -276,7 +295,7 @@ def _attention(node: fx.Node) -> Claim | None:
         logsumexp = w.fresh("logsumexp")
         w.hoisted.append(f"Tensor {logsumexp};")
         w.call(c, SHIM + "_scaled_dot_product_flash_attention_for_cpu", head, extra=[f"&{logsumexp}.h"])
-    return Claim("attention: flash", emit, strides=_attention_strides)
+    return Claim("attention: flash", emit, strides=_attention_strides, prepare=_rows(0, 1, 2, 3))
 
 
 def _flash(node: fx.Node) -> Claim | None:
@@ -289,7 +308,7 @@ def _flash(node: fx.Node) -> Claim | None:
         w.call(c, SHIM + "_scaled_dot_product_flash_attention_for_cpu",
                [w.tensor(q), w.tensor(k), w.tensor(v), repr(float(p)), str(int(causal)),
                 *_attention_args(w, mask, scale)])
-    return Claim("attention: flash", emit, strides=_attention_strides)
+    return Claim("attention: flash", emit, strides=_attention_strides, prepare=_rows(0, 1, 2))
 
 
 def _flash_backward(node: fx.Node) -> Claim | None:
@@ -298,7 +317,7 @@ def _flash_backward(node: fx.Node) -> Claim | None:
         w.call(c, SHIM + "_scaled_dot_product_flash_attention_for_cpu_backward",
                [*(w.tensor(t) for t in tensors), repr(float(p)), str(int(causal)),
                 *_attention_args(w, c.kwargs.get("attn_mask"), c.kwargs.get("scale"))])
-    return Claim("attention backward: flash", emit)
+    return Claim("attention backward: flash", emit, prepare=_rows(0, 1, 2, 3, 4))
 
 
 # -- pooling, sorting, dropout -----------------------------------------------------------------------------------

@@ -246,7 +246,9 @@ class ExpressionWriter:
         position, limit, wrap, number = x.args
         p, n = self.write(position, scope, mask), self.write(limit, scope, mask)
         lanes = scope.lanes if self.is_vector(x) and scope.lanes is not None else "One{}"
-        guard = f", {mask.name}" if mask is not None else ""
+        guard = ""
+        if mask is not None:
+            guard = f", hany({mask.name})" if mask.vector and lanes == "One{}" else f", {mask.name}"
         return f"check_index({p}, {n}, {'true' if wrap else 'false'}, err + {number}, {lanes}{guard})"
 
     # -- indices -------------------------------------------------------------------------------------------------

@@ -91,6 +91,24 @@ template <class V> DICP_INLINE V log_add_exp(V a, V b) {
   return where(eq(top, low), top + splat_like(top, 0.6931471805599453), top + log1p(exp(low - top)));
 }
 
+// The inverse of erf: Winitzki's approximation, then Newton steps on erf or (towards 1) on erfc, in double.
+inline double erfinv_f64(double x) {
+  const double a = x < 0 ? -x : x;
+  if (!(a < 1)) return a == 1 ? x * __builtin_inf() : __builtin_nan("");
+  if (a == 0) return x;
+  const double l = __builtin_log1p(-a * a), t = 4.330746750799873 + l / 2;     // 2 / (pi * 0.147)
+  double y = __builtin_sqrt(__builtin_sqrt(t * t - l / 0.147) - t);
+  for (int k = 0; k < 4; ++k) {
+    const double slope = 1.1283791670955126 * __builtin_exp(-y * y);
+    y -= a < 0.5 ? (__builtin_erf(y) - a) / slope : ((1 - a) - __builtin_erfc(y)) / slope;
+  }
+  return x < 0 ? -y : y;
+}
+template <class V> DICP_INLINE V erfinv(V x) {
+  if constexpr (is_vec<V>) return each_lane([](auto v) { return (decltype(v))erfinv_f64(v); }, x);
+  else return (V)erfinv_f64(x);
+}
+
 // The value of the last active lane: what a loop over the lanes would have written last.
 DICP_INLINE int last_of(Full) { return LANES - 1; }
 DICP_INLINE int last_of(Lanes lanes) { return lanes.n - 1; }
