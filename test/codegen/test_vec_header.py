@@ -19,7 +19,7 @@ import dicp
 
 INCLUDE = Path(dicp.__file__).parent / "vendor" / "cpu_graph" / "include"
 TORCH_LIB = Path(torch.__file__).parent / "lib"
-FLAGS = "-std=c++17 -O3 -fopenmp -fno-math-errno -fno-trapping-math -fwrapv -Wall -Wextra".split()
+FLAGS = "-std=c++17 -O2 -fopenmp -fno-math-errno -fno-trapping-math -fwrapv -Wall -Wextra".split()
 ISA_FLAGS = {
     16: "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c".split(),
     8: "-mavx2 -mfma -mf16c".split(),
@@ -27,8 +27,8 @@ ISA_FLAGS = {
 }
 COMPILER = shutil.which("g++") or shutil.which("c++")
 
-UNARY = """abs neg sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh
-acosh atanh erf erfc lgamma digamma floor ceil trunc round sigmoid sign""".split()
+UNARY = """abs neg sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
+asinh acosh atanh erf erfc lgamma digamma floor ceil trunc round sigmoid sign""".split()
 BINARY = """pow atan2 fmod hypot copysign nextafter maximum minimum fmin fmax
 remainder div_floor div_trunc""".split()
 TESTS = "isnan isinf isfinite signbit".split()
@@ -43,7 +43,7 @@ LOW = {"bf16": torch.bfloat16, "half": torch.float16}
 
 
 def source() -> str:
-    """One translation unit: of everything under test a kernel `<function>_<type>` and a scalar twin `.._one`."""
+    """One translation unit: a kernel `<function>_<type>` and a scalar twin `.._one` of each thing tested."""
     out = [PRELUDE]
     out += [f"UNARY({n}, {t}, {t})" for t in ("float", "double") for n in UNARY]
     out += [f"UNARY({n}, {t}, bool)" for t in ("float", "double") for n in TESTS]
@@ -76,7 +76,8 @@ template <class F> DICP_INLINE void loop_one(int64_t n, F f) {
 #define KERNEL(name, args, ...)                                                                  \
   extern "C" void name args { loop(n, [&](int64_t i, auto lanes) { __VA_ARGS__; }); }            \
   extern "C" void name##_one args { loop_one(n, [&](int64_t i, auto lanes) { __VA_ARGS__; }); }
-#define MAP(name, T, R, f) KERNEL(name, (const T* x, R* out, int64_t n), store(out + i, f(load(x + i, lanes)), lanes))
+#define MAP(name, T, R, f)                                                                       \
+  KERNEL(name, (const T* x, R* out, int64_t n), store(out + i, f(load(x + i, lanes)), lanes))
 #define UNARY(f, T, R) MAP(f##_##T, T, R, f)
 #define BINARY(f, T, R)                                                                          \
   KERNEL(f##_##T, (const T* x, const T* y, R* out, int64_t n),                                   \
@@ -217,14 +218,8 @@ def floats(t: str, size: int = 4001) -> np.ndarray:
     rng = np.random.default_rng(0)
     info = np.finfo(NUMPY[t])
     edges = [0.0, -0.0, 1, -1, 0.5, -0.5, 1.5, 2.5, -2.5, 3, np.inf, -np.inf, np.nan, info.max, -info.max]
-    edges += [
-        info.tiny,
-        -info.tiny,
-        info.tiny / 4,
-        info.eps,
-        info.smallest_subnormal,
-        -info.smallest_subnormal,
-    ]
+    least = info.smallest_subnormal
+    edges += [info.tiny, -info.tiny, info.tiny / 4, info.eps, least, -least]
     edges += [88.7, 88.8, -87.4, -88, -103, -104, -110, 709.7, 709.9, -745]
     edges += [1e-30, 1e10, -1e10, 0.999999, 9.1, 12]
     wide = rng.standard_normal(size) * np.exp(rng.uniform(-20, 20, size))
@@ -233,7 +228,7 @@ def floats(t: str, size: int = 4001) -> np.ndarray:
 
 
 def ulps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Distance from the wider reference, in units of the last place; 0 where both are the same special value."""
+    """Distance from the wider reference in units of the last place; 0 where both are one special value."""
     with np.errstate(all="ignore"):
         rounded = want.astype(got.dtype)
         agree = (np.isnan(got) & np.isnan(rounded)) | (got == rounded)
@@ -250,13 +245,15 @@ def test_unary(lib: ctypes.CDLL, lanes: int, name: str, t: str) -> None:
         x = x[~(x < -87)]  # below, 1 / (1 + e^-x) underflows sooner than the exact value, as eager does
     want = getattr(torch, name)(torch.from_numpy(x).double()).numpy()
     if t == "double" and name in ("sinh", "cosh"):  # here torch is less exact than what is under test
-        want = getattr(np, name)(x.astype(np.longdouble))
+        with np.errstate(over="ignore"):
+            want = getattr(np, name)(x.astype(np.longdouble))
     for form in forms(f"{name}_{t}"):
         got = np.empty_like(x)
         run(lib, form, x, got, len(x))
         if name in ("lgamma", "digamma"):  # no relative accuracy beside their zeros
             tolerance = 2e-6 if t == "float" else 1e-12
-            np.testing.assert_allclose(got, want.astype(x.dtype), rtol=tolerance, atol=1e-6)
+            with np.errstate(over="ignore"):
+                np.testing.assert_allclose(got, want.astype(x.dtype), rtol=tolerance, atol=1e-6)
             continue
         error = ulps(got, want)
         i = int(error.argmax())

@@ -9,7 +9,8 @@
 #define DICP_INLINE inline __attribute__((always_inline))
 #define DICP_AVX512 (DICP_LANES == 16)
 #define DICP_AVX2 (DICP_LANES == 8)
-#if DICP_AVX512 && !(defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__))
+#if DICP_AVX512 && \
+    !(defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__))
 #error "DICP_LANES=16 needs -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c"
 #elif DICP_AVX2 && !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #error "DICP_LANES=8 needs -mavx2 -mfma -mf16c"
@@ -53,11 +54,14 @@ template <int n = LANES> using seq = typename MakeSeq<n>::type;
 template <class T, int n, int start, int... i> DICP_INLINE reg<T, n / 2> part(reg<T, n> v, Seq<i...>) {
   return __builtin_shufflevector(v, v, (i + start)...);
 }
-template <class T, int n, int... i> DICP_INLINE reg<T, n> join_parts(reg<T, n / 2> a, reg<T, n / 2> b, Seq<i...>) {
+template <class T, int n, int... i>
+DICP_INLINE reg<T, n> join_parts(reg<T, n / 2> a, reg<T, n / 2> b, Seq<i...>) {
   return __builtin_shufflevector(a, b, i...);
 }
-template <class T, int n> DICP_INLINE reg<T, n / 2> low(reg<T, n> v) { return part<T, n, 0>(v, seq<n / 2>()); }
-template <class T, int n> DICP_INLINE reg<T, n / 2> high(reg<T, n> v) { return part<T, n, n / 2>(v, seq<n / 2>()); }
+template <class T, int n>
+DICP_INLINE reg<T, n / 2> low(reg<T, n> v) { return part<T, n, 0>(v, seq<n / 2>()); }
+template <class T, int n>
+DICP_INLINE reg<T, n / 2> high(reg<T, n> v) { return part<T, n, n / 2>(v, seq<n / 2>()); }
 template <class T, int n> DICP_INLINE reg<T, n> join(reg<T, n / 2> a, reg<T, n / 2> b) {
   return join_parts<T, n>(a, b, seq<n>());
 }
@@ -70,25 +74,30 @@ template <class T, int n> DICP_INLINE reg<T, n> join(reg<T, n / 2> a, reg<T, n /
 }
 #endif
 
-// convert: lane by lane, C rules. GCC 12 splits a conversion that changes the lane width: name the instruction.
+// convert: lane by lane, C rules. GCC 12 splits conversions that change the lane width: name the instruction.
 template <class To, class From, int n> DICP_INLINE reg<To, n> convert(reg<From, n> v) {
 #if DICP_AVX512 && !defined(__clang__)
   using Out = reg<To, n>;
-  if constexpr (same<From, float> && same<To, double>) return __builtin_ia32_cvtps2pd512_mask(v, Out{}, -1, 4);
-  if constexpr (same<From, double> && same<To, float>) return __builtin_ia32_cvtpd2ps512_mask(v, Out{}, -1, 4);
-  if constexpr (same<From, int32_t> && same<To, double>) return __builtin_ia32_cvtdq2pd512_mask(v, Out{}, -1);
-  if constexpr (same<From, double> && same<To, int32_t>) return __builtin_ia32_cvttpd2dq512_mask(v, Out{}, -1, 4);
+  constexpr bool narrow_int = same<From, int32_t> && sizeof(To) < 4;
+  Out zero{};
+  if constexpr (same<From, float> && same<To, double>) return __builtin_ia32_cvtps2pd512_mask(v, zero, -1, 4);
+  if constexpr (same<From, double> && same<To, float>) return __builtin_ia32_cvtpd2ps512_mask(v, zero, -1, 4);
+  if constexpr (same<From, int32_t> && same<To, double>) return __builtin_ia32_cvtdq2pd512_mask(v, zero, -1);
+  if constexpr (same<From, double> && same<To, int32_t>)
+    return __builtin_ia32_cvttpd2dq512_mask(v, zero, -1, 4);
   using v8ll = reg<long long, 8>;
   using v16c = reg<char, 16>;
   using v16s = reg<short, 16>;
-  if constexpr (same<From, int32_t> && same<To, int64_t>) return (Out)__builtin_ia32_pmovsxdq512_mask(v, v8ll{}, -1);
-  if constexpr (same<From, int64_t> && same<To, int32_t>) return __builtin_ia32_pmovqd512_mask((v8ll)v, Out{}, -1);
+  if constexpr (same<From, int32_t> && same<To, int64_t>)
+    return (Out)__builtin_ia32_pmovsxdq512_mask(v, v8ll{}, -1);
+  if constexpr (same<From, int64_t> && same<To, int32_t>)
+    return __builtin_ia32_pmovqd512_mask((v8ll)v, zero, -1);
   if constexpr (same<From, int8_t>) return (Out)__builtin_ia32_pmovsxbd512_mask((v16c)v, reg<int>{}, -1);
   if constexpr (same<From, uint8_t>) return (Out)__builtin_ia32_pmovzxbd512_mask((v16c)v, reg<int>{}, -1);
   if constexpr (same<From, int16_t>) return (Out)__builtin_ia32_pmovsxwd512_mask((v16s)v, reg<int>{}, -1);
   if constexpr (same<From, uint16_t>) return (Out)__builtin_ia32_pmovzxwd512_mask((v16s)v, reg<int>{}, -1);
-  if constexpr (same<From, int32_t> && sizeof(To) == 1) return (Out)__builtin_ia32_pmovdb512_mask(v, v16c{}, -1);
-  if constexpr (same<From, int32_t> && sizeof(To) == 2) return (Out)__builtin_ia32_pmovdw512_mask(v, v16s{}, -1);
+  if constexpr (narrow_int && sizeof(To) == 1) return (Out)__builtin_ia32_pmovdb512_mask(v, v16c{}, -1);
+  if constexpr (narrow_int && sizeof(To) == 2) return (Out)__builtin_ia32_pmovdw512_mask(v, v16s{}, -1);
 #elif DICP_AVX2 && !defined(__clang__)
   if constexpr (same<From, float> && same<To, double>) return __builtin_ia32_cvtps2pd256(v);
   if constexpr (same<From, double> && same<To, float>) return __builtin_ia32_cvtpd2ps256(v);
@@ -150,7 +159,9 @@ template <class T> struct Two {
   friend DICP_INLINE Two operator~(Two a) { return {~a.lo, ~a.hi}; }
 
  private:
-  template <int... i> static DICP_INLINE half_reg<T> fill(T s, Seq<i...>) { return half_reg<T>{((void)i, s)...}; }
+  template <int... i> static DICP_INLINE half_reg<T> fill(T s, Seq<i...>) {
+    return half_reg<T>{((void)i, s)...};
+  }
 };
 
 // load_rows, store_rows: memory to registers, no alignment needed; masked lanes touch no memory and read 0
@@ -235,8 +246,8 @@ template <class T> DICP_INLINE void store_rows(T* p, rows<T> r, Mask k) {
 #endif
 }
 
-// larger, smaller: a > b ? a : b and a < b ? a : b, which is b where either is NaN. GCC does not see one instruction
-// in it once more conditions follow.
+// larger, smaller: a > b ? a : b and a < b ? a : b, which is b where either is NaN. GCC does not see one
+// instruction in it once more conditions follow.
 template <class R> DICP_INLINE R larger(R a, R b) {
 #if DICP_AVX512 && !defined(__clang__)
   if constexpr (same<R, reg<float>>) return __builtin_ia32_maxps512_mask(a, b, a, -1, 4);
@@ -258,7 +269,7 @@ template <class R> DICP_INLINE R smaller(R a, R b) {
   return a < b ? a : b;
 }
 
-// round_reg, fma_reg, sqrt_reg: R is reg<float> or half_reg<double>; lane by lane where no instruction is named
+// round_reg, fma_reg, sqrt_reg: R is reg<float> or half_reg<double>; by lanes where no instruction is named
 enum Rounding { NEAREST = 8, FLOOR = 9, CEIL = 10, TRUNC = 11 };  // the immediates of roundps and rndscaleps
 
 DICP_INLINE float round_scalar(float x, int mode) {

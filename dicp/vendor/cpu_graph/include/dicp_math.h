@@ -1,5 +1,5 @@
-// Mathematics on scalars and vectors under one name. Scalars: libm. Vectors: SLEEF from libtorch_cpu, as eager uses,
-// but exp, tanh and erf of vf32 are inline, being faster so; the portable build calls libm lane by lane.
+// Mathematics on scalars and vectors under one name. Scalars: libm. Vectors: SLEEF from libtorch_cpu, as in
+// eager, but exp, tanh and erf of vf32 are inline, being faster so; the portable build calls libm by lanes.
 #pragma once
 #include "dicp_vec.h"
 
@@ -28,8 +28,9 @@ namespace dicp {
   DICP_INLINE vf32 name(vf32 x) { return each_lane([](float a) { return name(a); }, x); }            \
   DICP_INLINE vf64 name(vf64 x) { return each_lane([](double a) { return name(a); }, x); }
 #define DICP_VECTOR2(name)                                                                           \
-  DICP_INLINE vf32 name(vf32 x, vf32 y) { return each_lane([](auto a, auto b) { return name(a, b); }, x, y); } \
-  DICP_INLINE vf64 name(vf64 x, vf64 y) { return each_lane([](auto a, auto b) { return name(a, b); }, x, y); }
+  template <class V> DICP_INLINE V name(V x, V y) {                                                  \
+    return each_lane([](auto a, auto b) { return name(a, b); }, x, y);                               \
+  }
 #endif
 #define DICP_LIB1(name, ulp)                                                                         \
   namespace lib {                                                                                    \
@@ -117,7 +118,7 @@ template <class V> DICP_INLINE V round(V x) { return round_to<isa::NEAREST>(x); 
 // abs neg sign copysign signbit isnan isinf isfinite
 template <class V> constexpr bool is_float = same<scalar<V>, float> || same<scalar<V>, double>;
 template <class V> DICP_INLINE V neg(V x) { return -x; }
-template <class V> constexpr scalar<bits_of<V>> sign_bit = (scalar<bits_of<V>>)1 << (8 * sizeof(scalar<V>) - 1);
+template <class V> constexpr auto sign_bit = (scalar<bits_of<V>>)1 << (8 * sizeof(scalar<V>) - 1);
 template <class V> DICP_INLINE V abs(V x) {
   if constexpr (is_float<V>) return as_float<V>((bits_of<V>)(as_bits(x) & ~sign_bit<V>));
   else return where(lt(x, 0), (V)(0 - x), x);
@@ -125,7 +126,8 @@ template <class V> DICP_INLINE V abs(V x) {
 template <class V> DICP_INLINE V sign(V x) { return cast<V>(gt(x, 0)) - cast<V>(lt(x, 0)); }
 template <class A, class B> DICP_INLINE auto copysign(A x, B y) {
   using V = common<A, B>;
-  return as_float<V>((bits_of<V>)((as_bits(cast<V>(x)) & ~sign_bit<V>) | (as_bits(cast<V>(y)) & sign_bit<V>)));
+  auto magnitude = as_bits(abs(cast<V>(x))), sign = as_bits(cast<V>(y)) & sign_bit<V>;
+  return as_float<V>((bits_of<V>)(magnitude | sign));
 }
 template <class V> DICP_INLINE auto signbit(V x) {
   if constexpr (is_float<V>) return lt(as_bits(x), 0);
@@ -135,7 +137,8 @@ template <class V> DICP_INLINE auto isnan(V x) { return ne(x, x); }
 template <class V> DICP_INLINE auto isinf(V x) { return eq(abs(x), (scalar<V>)__builtin_inff()); }
 template <class V> DICP_INLINE auto isfinite(V x) { return lt(abs(x), (scalar<V>)__builtin_inff()); }
 
-// SLEEF gives inf or NaN for some finite arguments of these (near overflow; fmod with a huge quotient): those by libm
+// by_lib: SLEEF gives inf or NaN for some finite arguments, near overflow and where fmod has a huge quotient;
+// those lanes go to libm.
 template <class V, class F, class... More> DICP_INLINE V by_lib(F f, V x, More... more) {
   V r = f(x, more...);
   if constexpr (is_vec<V> && (DICP_AVX512 || DICP_AVX2)) {
@@ -194,7 +197,8 @@ template <bool extreme> DICP_INLINE vf32 scale_pow2(vf32 p, vf32 n) {
   return extreme ? p * as_float<vf32>((i - part + 127) << 23) : p;
 #endif
 }
-// exp_near: x = n ln2 + r, e^x = 2^n (1 + r + r^2 Q(r)), Q minimax on |r| <= ln2 / 2; extreme: |x| up to 104, else 80
+// exp_near: x = n ln2 + r, e^x = 2^n (1 + r + r^2 Q(r)), Q minimax on |r| <= ln2 / 2. Extreme: |x| <= 104,
+// else 80.
 template <bool extreme> DICP_INLINE vf32 exp_near(vf32 x) {
   vf32 round_bias = splat<vf32>(0x1.8p23f);
   vf32 n = mad(x, splat<vf32>(1.44269504f), round_bias) - round_bias;
@@ -212,17 +216,17 @@ DICP_INLINE vf32 exp_f32(vf32 x) {
 // tanh: an odd polynomial near 0, else 1 - 2 / (e^2x + 1), which the subtraction keeps accurate
 DICP_INLINE vf32 tanh_f32(vf32 x) {
   vf32 a = abs(x), s = x * x, most = splat<vf32>(10.0f);
-  vf32 p = horner(s, -0.333332956f, 0.133323476f, -0.0538799949f, 0.0214872174f, -0.0079469271f, 0.0023019556f,
-                  -0.000358618476f);
+  vf32 p = horner(s, -0.333332956f, 0.133323476f, -0.0538799949f, 0.0214872174f, -0.0079469271f,
+                  0.0023019556f, -0.000358618476f);
   vf32 b = most < a ? most : a;
   vf32 far = 1.0f - 2.0f / (exp_near<false>(b + b) + 1.0f);
   return a < 1.0f ? mad(s * x, p, x) : copysign(far, x);
 }
-// erf: an odd polynomial near 0, else 1 - e^-q(|x|) where q = -log erfc; erfc(4) is less than half an ulp of 1
+// erf: an odd polynomial near 0, else 1 - e^-q(|x|), q = -log erfc; erfc(4) is less than half an ulp of 1
 DICP_INLINE vf32 erf_f32(vf32 x) {
   vf32 a = abs(x), s = x * x, most = splat<vf32>(4.0f);
-  vf32 p = horner(s, 0.128379166f, -0.37612626f, 0.112835832f, -0.0268536918f, 0.00518807396f, -0.00080078782f,
-                  7.84610893e-05f);
+  vf32 p = horner(s, 0.128379166f, -0.37612626f, 0.112835832f, -0.0268536918f, 0.00518807396f,
+                  -0.00080078782f, 7.84610893e-05f);
   vf32 b = most < a ? most : a;
   vf32 q = horner(b, 0.00034151852f, 1.12708926f, 0.638144612f, 0.103107043f, -0.0218382496f, 0.00294771581f,
                   -0.000186385892f);
@@ -274,7 +278,7 @@ template <class A, class B> DICP_INLINE auto div_trunc(A x, B y) {
   V a = cast<V>(x), b = cast<V>(y);
   if constexpr (is_float<V>) return trunc(a / b);
   else if constexpr (!is_vec<V>) return div_int(a, b);
-  else if constexpr (same<V, vi64>) return each_lane([](int64_t p, int64_t q) { return div_int(p, q); }, a, b);
+  else if constexpr (same<V, vi64>) return each_lane([](auto p, auto q) { return div_int(p, q); }, a, b);
   else {  // exact in double, and there is no vector integer division
     V q = cast<V>(cast<vf64>(a) / cast<vf64>(b));
     return where(eq(b, 0), 0, where(eq(b, -1), 0 - a, q));
@@ -327,8 +331,9 @@ template <class T> DICP_INLINE T gcd_int(T a, T b) {
 }
 template <class A, class B> DICP_INLINE auto gcd(A x, B y) {
   using V = common<A, B>;
-  if constexpr (is_vec<V>) return each_lane([](auto a, auto b) { return gcd_int(a, b); }, cast<V>(x), cast<V>(y));
-  else return gcd_int<V>(x, y);
+  V a = cast<V>(x), b = cast<V>(y);
+  if constexpr (is_vec<V>) return each_lane([](auto p, auto q) { return gcd_int(p, q); }, a, b);
+  else return gcd_int(a, b);
 }
 template <class A, class B> DICP_INLINE auto lcm(A x, B y) {
   using V = common<A, B>;

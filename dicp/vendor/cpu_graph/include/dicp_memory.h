@@ -21,13 +21,15 @@ template <class F, class I> DICP_INLINE F half_bits_to_float(I h) {
 template <class I, class F> DICP_INLINE I float_to_half_bits(F x) {
   I u = as_bits(x), a = u & 0x7fffffff;
   I normal = (a - (112 << 23) + (((a >> 13) & 1) + 0xfff)) >> 13;
-  I subnormal = as_bits((F)(as_float<F>(a) + 0.5f)) - 0x3f000000;  // one ulp of 0.5f is one ulp of a half subnormal
+  I subnormal = as_bits((F)(as_float<F>(a) + 0.5f)) - 0x3f000000;  // an ulp of 0.5f is a subnormal half's
   I finite = where(lt(a, 0x38800000), subnormal, normal);
   I rounded = where(gt(a, 0x7f800000), 0x7e00, where(ge(a, 0x47800000), 0x7c00, finite));
   return rounded | ((u >> 16) & 0x8000);
 }
 #if (DICP_AVX512 || DICP_AVX2) && !defined(__clang__)  // clang dropped some of the builtins
-DICP_INLINE float half_to_float(uint16_t h) { return __builtin_ia32_vcvtph2ps(isa::reg<short, 8>{(short)h})[0]; }
+DICP_INLINE float half_to_float(uint16_t h) {
+  return __builtin_ia32_vcvtph2ps(isa::reg<short, 8>{(short)h})[0];
+}
 DICP_INLINE uint16_t float_to_half(float x) { return __builtin_ia32_vcvtps2ph(isa::reg<float, 4>{x}, 0)[0]; }
 #else
 DICP_INLINE float half_to_float(uint16_t h) { return half_bits_to_float<float>((int32_t)h); }
@@ -59,7 +61,8 @@ template <class F> DICP_INLINE F round_bf16(F x) {
 template <class F> DICP_INLINE F round_half(F x) { return half_to_float(float_to_half(x)); }
 
 // decode, encode: storage (rows of a vector, or one element) to and from the type that computes
-template <class T> using raw = choose<same<T, bf16> || same<T, half>, uint16_t, choose<same<T, bool>, uint8_t, T>>;
+template <class T> constexpr bool is_low = same<T, bf16> || same<T, half>;
+template <class T> using raw = choose<is_low<T>, uint16_t, choose<same<T, bool>, uint8_t, T>>;
 
 template <class T> DICP_INLINE vec<T> decode(isa::rows<raw<T>> r) {
   if constexpr (same<T, half>) return half_to_float(r);
@@ -89,7 +92,9 @@ template <class T, class S> DICP_INLINE T encode_one(S s) {
 }
 
 // load: lanes that are not covered or not in m read 0, and their memory is not touched
-template <class T> DICP_INLINE vec<T> load(const T* p, Full) { return decode<T>(isa::load_rows((const raw<T>*)p)); }
+template <class T> DICP_INLINE vec<T> load(const T* p, Full) {
+  return decode<T>(isa::load_rows((const raw<T>*)p));
+}
 template <class T> DICP_INLINE vec<T> load(const T* p, Lanes lanes) {
   return decode<T>(isa::load_rows((const raw<T>*)p, isa::mask_of(lanes.n)));
 }
@@ -100,10 +105,14 @@ template <class T> DICP_INLINE vec<T> load(const T* p, Lanes lanes, vbool m) {
   return decode<T>(isa::load_rows((const raw<T>*)p, (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n))));
 }
 template <class T> DICP_INLINE auto load(const T* p, One) { return decode_one(*p); }
-template <class T> DICP_INLINE auto load(const T* p, One, bool m) { return m ? decode_one(*p) : scalar<vec<T>>(0); }
+template <class T> DICP_INLINE auto load(const T* p, One, bool m) {
+  return m ? decode_one(*p) : scalar<vec<T>>(0);
+}
 
 // store: v is first cast to what computes T, then rounded to T
-template <class T, class V> DICP_INLINE void store(T* p, V v, Full) { isa::store_rows((raw<T>*)p, encode<T>(v)); }
+template <class T, class V> DICP_INLINE void store(T* p, V v, Full) {
+  isa::store_rows((raw<T>*)p, encode<T>(v));
+}
 template <class T, class V> DICP_INLINE void store(T* p, V v, Lanes lanes) {
   isa::store_rows((raw<T>*)p, encode<T>(v), isa::mask_of(lanes.n));
 }
@@ -132,10 +141,12 @@ template <class N, class F> DICP_INLINE void for_active(N lanes, vbool m, F f) {
 // gather: p[idx[i]], load_strided: p[i * stride]
 template <class T, class I, int... i> DICP_INLINE vec<T> gather_full(const T* p, I idx, isa::Seq<i...>) {
   auto r = (const raw<T>*)p;
-  if constexpr (sizeof(T) == 8) return {isa::half_reg<T>{r[idx[i]]...}, isa::half_reg<T>{r[idx[i + LANES / 2]]...}};
+  using R = isa::half_reg<raw<T>>;
+  if constexpr (sizeof(T) == 8) return {R{r[idx[i]]...}, R{r[idx[i + LANES / 2]]...}};
   else return decode<T>(isa::reg<raw<T>>{r[idx[i]]...});
 }
-template <class T, class I, class N, class... M> DICP_INLINE vec<T> gather(const T* p, I idx, N lanes, M... m) {
+template <class T, class I, class N, class... M>
+DICP_INLINE vec<T> gather(const T* p, I idx, N lanes, M... m) {
   if constexpr (same<N, Full> && sizeof...(M) == 0) {
     return gather_full(p, idx, isa::seq<sizeof(T) == 8 ? LANES / 2 : LANES>());
   } else {
@@ -148,7 +159,8 @@ struct Stride {  // the index vector 0, stride, 2 stride, .. without computing i
   int64_t stride;
   DICP_INLINE int64_t operator[](int i) const { return i * stride; }
 };
-template <class T, class N, class... M> DICP_INLINE vec<T> load_strided(const T* p, int64_t stride, N lanes, M... m) {
+template <class T, class N, class... M>
+DICP_INLINE vec<T> load_strided(const T* p, int64_t stride, N lanes, M... m) {
   return gather(p, Stride{stride}, lanes, m...);
 }
 

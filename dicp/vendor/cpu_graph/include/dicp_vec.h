@@ -53,7 +53,9 @@ template <> struct Common<bool, bool, true> { using type = bool; };
 template <class A, class B> using common = typename Common<A, B>::type;
 
 // splat: every lane s
-template <class V, int... i> DICP_INLINE V splat_reg(scalar<V> s, isa::Seq<i...>) { return V{((void)i, s)...}; }
+template <class V, int... i> DICP_INLINE V splat_reg(scalar<V> s, isa::Seq<i...>) {
+  return V{((void)i, s)...};
+}
 template <class V> DICP_INLINE V splat(scalar<V> s) {
   if constexpr (same<V, vbool>) return {splat_reg<vi32>(-(int32_t)s, isa::seq<>())};
   else if constexpr (is_two<V>) return V(s);
@@ -232,8 +234,8 @@ template <class N, class V, class S> DICP_INLINE V blend(N lanes, V v, S fill) {
   else return v;
 }
 
-// PickMax, PickMin: NaN wins; of two registers or two scalars. In a running maximum a is the accumulator, for the test
-// of b is then no part of the chain from one step to the next.
+// PickMax, PickMin: NaN wins; of two registers or two scalars. In a running maximum a is the accumulator, for
+// the test of b is then no part of the chain from one step to the next.
 struct PickMax {
   template <class R> DICP_INLINE R operator()(R a, R b) const {
     R m = isa::larger(b, a);
