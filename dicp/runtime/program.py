@@ -165,9 +165,7 @@ class Runner:
 
     def _write(self) -> str:
         self._inputs()
-        arena = bool(self.plan.offset)
-        if arena:
-            self.lines.append(f"block = ARENA.take({self._text(self.plan.size)})")
+        self._take_arena()
         for name, buffer in self.lowered.buffers.items():
             if buffer.kind == "output" and self.plan.find(name) == name:
                 self.names[name] = name
@@ -185,11 +183,11 @@ class Runner:
         return "def call(args):\n" + "\n".join("    " + line for line in self.lines) + "\n"
 
     def _take_arena(self) -> None:
-        if self.plan.size != 0:
+        if self.plan.offset:
             self.lines.append(f"block = ARENA.take({self._text(self.plan.size)})")
 
     def _give_arena(self) -> None:
-        if self.plan.size != 0:
+        if self.plan.offset:
             self.lines.append("ARENA.give(block)")
 
     def _allocate(self, name: str, buffer: Buffer) -> None:
