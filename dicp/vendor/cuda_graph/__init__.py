@@ -1,0 +1,47 @@
+"""cuda_graph: the vendor that emits Triton for CUDA GPUs, and replays whole programs as CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.vendor.base import Claim
+
+
+class CudaGraph:
+    """See dicp.vendor.base.Vendor. With `interpret` it serves CPU tensors through Triton's interpreter."""
+
+    name = "cuda_graph"
+    device = "cuda"
+
+    def available(self, config: Any) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed; install the one that belongs to your torch, or use backend=\"dicp_cpu\""
+        if config.interpret or torch.cuda.is_available():
+            return None
+        return ("torch sees no CUDA GPU; use backend=\"dicp_cpu\" on this machine, or DICP_CUDA_INTERPRET=1 to run the "
+                "kernels on CPU tensors through Triton's interpreter (for tests: slow)")
+
+    def supports(self, target: Any, node: fx.Node) -> bool:
+        from dicp.vendor.cuda_graph.claims import supports
+        return supports(target, node)
+
+    def claim(self, node: fx.Node) -> Claim | None:
+        from dicp.vendor.cuda_graph.claims import claim_for
+        return claim_for(node)
+
+    def fingerprint(self) -> str:
+        import triton
+        gpus = sorted({torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())})
+        return f"triton {triton.__version__} cuda {torch.version.cuda} {gpus}"
+
+    def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
+        from dicp.vendor.cuda_graph.assemble import assemble
+        return assemble(program, config)
+
+
+vendor = CudaGraph()

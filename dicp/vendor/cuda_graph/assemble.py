@@ -1,0 +1,304 @@
+"""From a Program to a callable: emit kernels, compile them in parallel, write the Python function that launches them.
+
+The function allocates one arena (torch's caching allocator, so statistics and out-of-memory behaviour stay right), then
+launches kernels and calls libraries on the current stream of the inputs' device. Nothing in it waits for the GPU.
+
+Run-time index checks raise flags in pinned host memory, which the GPU writes directly: a failed check costs no
+synchronisation, and is reported by the next call of the program that begins after the kernel ran (interpreted: at once).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dicp import compat
+from dicp.errors import NoCompileError
+from dicp.ir import index as ix
+from dicp.ir.index import Index
+from dicp.runtime.program import Program, Runner, Segment
+from dicp.schedule.defs import Buffer, Call, View
+from dicp.schedule.kernels import Launch
+from dicp.vendor.cuda_graph import codegen
+from dicp.vendor.cuda_graph.codegen import Source
+from dicp.vendor.cuda_graph.expression import host_text
+
+MAX_WORKERS = 8
+
+
+@dataclass
+class Stats:
+    """What building a program came to."""
+
+    kernels: int = 0
+    built: int = 0
+
+
+def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
+    """The function that runs the program. Raises BuildError, NoCompileError."""
+    sources = emit_all(program, config)
+    program.sources = {f"{s.name}.py": s.text for s in sources.values()}
+    kernels = load_all(sources, config)
+    runner = DeviceRunner(program, sources, kernels, config)
+    call = runner.function()
+    program.sources["call.py"] = runner.source
+    program.build_stats = Stats(len(sources), len(kernels))
+    if config.cuda_graphs and not config.interpret:
+        from dicp.vendor.cuda_graph.graphs import capturing
+        return capturing(call, program)
+    return call
+
+
+def emit_all(program: Program, config: Any) -> dict[str, Source]:
+    """Each distinct kernel once, by digest."""
+    out: dict[str, Source] = {}
+    for launch in program.launches:
+        if launch.kernel.digest not in out:
+            out[launch.kernel.digest] = codegen.emit(launch.kernel, config.interpret)
+    return out
+
+
+def load_all(sources: dict[str, Source], config: Any) -> dict[str, Any]:
+    """Callable kernels by digest; for a GPU, the common variant of each is compiled now, in parallel."""
+    from dicp.vendor.cuda_graph import launch
+    out: dict[str, Any] = {}
+    for digest, source in sources.items():
+        fn = launch.load(source, config)
+        count = programs_function(source)
+        if config.interpret:
+            out[digest] = launch.InterpretedKernel(source, fn, count)
+        else:
+            out[digest] = launch.GpuKernel(source, fn, count, fusion=config.numerics != "eager")
+    if config.interpret or not out:
+        return out
+    if config.no_compile:
+        raise NoCompileError(f"{len(out)} kernels would be compiled", todo="run once with no_compile off")
+    device = torch.cuda.current_device()
+
+    def prepare(kernel: Any) -> None:
+        with torch.cuda.device(device):
+            kernel.prepare(device)
+    workers = min(config.workers or MAX_WORKERS, len(os.sched_getaffinity(0)), len(out))
+    with concurrent.futures.ThreadPoolExecutor(max(1, workers), "dicp-triton") as pool:
+        for done in [pool.submit(prepare, k) for k in out.values()]:
+            done.result()
+    return out
+
+
+def programs_function(source: Source) -> Callable[..., int]:
+    """Programs of a launch, from the kernel's sizes."""
+    names = ", ".join(v.name for v in source.kernel.sizes)
+    return eval(f"lambda {names}: {codegen.programs_text(source)}")  # type: ignore[no-any-return]
+
+
+class DeviceRunner(Runner):
+    """Writes the function of a program. Claims call `view`, `value`, `result` and `line`."""
+
+    def __init__(self, program: Program, sources: dict[str, Source], kernels: dict[str, Any], config: Any) -> None:
+        super().__init__(program, {})
+        self.sources, self.kernels, self.interpret = sources, kernels, config.interpret
+        self.views: dict[torch.dtype, str] = {}
+        self.checks = list(self.lowered.checks)
+        self.globals |= {"window": compat.window, "raw_stream": compat.raw_stream,
+                         "empty": torch.empty, "empty_strided": torch.empty_strided}
+
+    def function(self) -> Callable[[list[Any]], Any]:
+        call = super().function()
+        if self.interpret:
+            return call
+        anchor = next((k for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()), None)
+        return on_device(call, anchor)
+
+    # -- what the base class leaves open -------------------------------------------------------------------------
+
+    def _inputs(self) -> None:
+        super()._inputs()
+        anchor = next((f"arg{k}" for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()),
+                      None)
+        if self.interpret:
+            self.lines.append('device = "cpu"')
+        else:
+            self.globals["current_device"] = compat.current_cuda_device
+            self.lines += ["index = current_device()", "stream = raw_stream(index)",
+                           f"device = {anchor}.device" if anchor else "device = torch.device('cuda', index)"]
+            for k, b in enumerate(self.lowered.inputs):
+                if isinstance(b, Buffer) and b.shape == ():         # a number on the host goes along with GPU tensors
+                    self.lines.append(f"if not arg{k}.is_cuda: arg{k} = arg{k}.to(device, non_blocking=True)")
+        if self.checks:
+            self.globals["CHECKS"] = Checks(self.checks, pinned=not self.interpret)
+            self.lines.append("CHECKS.raise_any()")
+
+    def _take_arena(self) -> None:
+        if self.plan.offset:
+            self.lines.append(f"arena = empty({self._rounded(self.plan.size)}, dtype=torch.uint8, device=device)")
+            self.lines.append("base = arena.data_ptr()")
+
+    def _rounded(self, size: Index) -> str:
+        return str(-(-size // 16) * 16 + 16) if isinstance(size, int) else f"({self._text(size)} + 31) // 16 * 16"
+
+    def _give_arena(self) -> None:
+        if self.checks and self.interpret:
+            self.lines.append("CHECKS.raise_any()")
+
+    def _allocate(self, name: str, buffer: Buffer) -> None:
+        self.lines.append(f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
+                          f"dtype={buffer.dtype}, device=device)")
+
+    def _native(self, segment: Segment) -> None:
+        for k, item in enumerate(segment.items):
+            if isinstance(item, Launch):
+                self._launch(item)
+            else:
+                self._library(item)
+            for root in segment.frees.get(k, []):
+                if root in self.names:
+                    self.lines.append(f"del {self.names.pop(root)}")
+
+    # -- kernels -------------------------------------------------------------------------------------------------
+
+    def _launch(self, launch: Launch) -> None:
+        source = self.sources[launch.kernel.digest]
+        self.globals[source.name] = self.kernels[launch.kernel.digest]
+        args = [self._wide(launch)]
+        args += [self._tensor(b) if self.interpret else self._address(b) for b in launch.buffers]
+        args += [v.name for v in launch.kernel.sizes]
+        if source.checks:
+            args.append(f"CHECKS.flags[{launch.first_check}:]" if self.interpret else
+                        f"CHECKS.address + {4 * launch.first_check}")
+        head = [] if self.interpret else ["index", "stream"]
+        self.lines.append(f"{source.name}({', '.join(head + args)})")
+
+    def _wide(self, launch: Launch) -> str:
+        """Whether positions need 64 bits; found at each call when sizes are symbolic."""
+        from dicp.vendor.cuda_graph.launch import WIDE
+        reach: list[Index] = [ix.product(a.size for a in launch.kernel.axes)]
+        for b in launch.buffers:
+            total: Index = 1
+            for n, s in zip(b.shape, b.strides, strict=True):
+                total = total + (s * (n - 1) if isinstance(s, ix.Poly) else (n - 1) * s)
+            reach.append(total)
+        if any(isinstance(r, int) and r > WIDE for r in reach):
+            return "True"
+        texts = dict.fromkeys(f"{host_text(r)} > {WIDE}" for r in reach if not isinstance(r, int))
+        return " or ".join(texts) or "False"
+
+    def _address(self, b: Buffer) -> str:
+        root = self.plan.find(b.name)
+        if root in self.plan.offset:
+            offset = self.plan.offset[root]
+            return "base" if offset == 0 else f"base + {host_text(offset)}"
+        return f"{self._tensor_name(b.name)}.data_ptr()"
+
+    def _tensor(self, b: Buffer) -> str:
+        """A tensor on the buffer's memory, for the interpreter, which reads elements of its dtype."""
+        if b.numel == 0:
+            return f"empty(1, dtype={b.dtype})"         # an address that may be read
+        root = self.plan.find(b.name)
+        if root in self.plan.offset:
+            return self._view(View(b, (1,), (1,)))
+        name = self._tensor_name(b.name)
+        return name if self.lowered.buffers[root].dtype == b.dtype else f"{name}.view({b.dtype})"
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+
+    def _view(self, v: View) -> str:
+        root = self.plan.find(v.buffer.name)
+        shape, strides = self._tuple(v.shape), self._tuple(v.strides)
+        if root in self.plan.offset:
+            size = v.buffer.dtype.itemsize
+            offset = ix.floordiv(self.plan.offset[root], size) + v.offset
+            return f"window({self._arena_as(v.buffer.dtype)}, {shape}, {strides}, {self._text(offset)})"
+        name = self._tensor_name(v.buffer.name)
+        owner = self.lowered.buffers.get(root, v.buffer)
+        if v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides:
+            return name
+        return f"window({name}, {shape}, {strides}, {self._text(v.offset)})"
+
+    def _arena_as(self, dtype: torch.dtype) -> str:
+        """The arena's name as elements of a dtype, declared at first use."""
+        if dtype == torch.uint8:
+            return "arena"
+        if dtype not in self.views:
+            name = self.views[dtype] = f"arena_{str(dtype).removeprefix('torch.')}"
+            self.lines.append(f"{name} = arena.view({dtype})")
+        return self.views[dtype]
+
+    # -- library calls -------------------------------------------------------------------------------------------
+
+    def _library(self, call: Call) -> None:
+        call.claim.emit(self, call)
+
+    def view(self, v: View | None) -> str:
+        """A tensor argument."""
+        return "None" if v is None else self._view(v)
+
+    def value(self, a: Any) -> str:
+        """Any argument."""
+        return self._argument(a)
+
+    def name(self, stem: str, what: Any) -> str:
+        """A global of the function."""
+        self.globals[stem] = what
+        return stem
+
+    def into(self, buffer: Buffer) -> str:
+        """Planned memory that a call writes."""
+        return self._view(View(buffer, buffer.shape, buffer.strides))
+
+    def line(self, text: str, note: str = "") -> None:
+        self.lines.append(text + (f"  # {note}" if note else ""))
+
+    def keep(self, call: Call, source: str) -> None:
+        """Take over results that a library allocated: `source` is a tensor, or a tuple of them."""
+        many = isinstance(call.node.meta.get("val"), (tuple, list))
+        for k, b in enumerate(call.results):
+            if not isinstance(b, Buffer):
+                continue
+            self.names[b.name] = b.name
+            item = f"{source}[{k}]" if many else source
+            self.lines.append(f"{b.name} = expect({item}, {self._tuple(b.shape)}, {self._tuple(b.strides)})")
+
+
+class Checks:
+    """The flags of a program's run-time index checks."""
+
+    flags: torch.Tensor
+    host: Any = None
+    address = 0
+
+    def __init__(self, messages: list[str], pinned: bool) -> None:
+        self.messages, self.pinned = messages, pinned
+
+    def raise_any(self) -> None:
+        """IndexError for the first flag that is up; all come down. The first call makes the flags."""
+        if self.host is None:
+            self.flags = torch.zeros(len(self.messages), dtype=torch.int32, pin_memory=self.pinned)
+            self.address, self.host = self.flags.data_ptr(), self.flags.numpy()
+        if self.host.any():
+            number = int(self.host.argmax())
+            self.host[:] = 0
+            raise IndexError(self.messages[number])
+
+
+def on_device(call: Callable[[list[Any]], Any], anchor: int | None) -> Callable[[list[Any]], Any]:
+    """The call, made with the device of its inputs as the current one."""
+    if anchor is None:
+        return call
+    current = compat.current_cuda_device
+
+    def on_inputs_device(args: list[Any]) -> Any:
+        device = args[anchor].device
+        if device.index == current():
+            return call(args)
+        with torch.cuda.device(device):
+            return call(args)
+    on_inputs_device._boxed_call = True  # type: ignore[attr-defined]
+    return on_inputs_device
+
+
+__all__ = ["assemble", "emit_all"]

@@ -1,0 +1,133 @@
+"""The functions of device.py for Triton's interpreter, which knows neither libdevice nor (at any speed) reductions.
+
+The bodies are those of device.py, run as plain Python on the interpreter's tensors; libdevice functions come from torch,
+reductions and scans from NumPy. So one emitted kernel serves both, and its logic is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+LIBDEVICE = """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc
+    erfinv lgamma rsqrt trunc signbit copysign nextafter hypot atan2 fmod""".split()
+RENAMED = {"rint": "round", "pow": "pow", "round_even": "round"}
+
+
+@functools.cache
+def namespace() -> types.SimpleNamespace:
+    """What the name `d` means in an interpreted kernel."""
+    from dicp.vendor.cuda_graph import device
+    space: dict[str, Any] = {"tl": tl, "libdevice": types.SimpleNamespace(**_libdevice())}
+    for name, value in vars(device).items():
+        fn = getattr(value, "fn", None)
+        if isinstance(fn, types.FunctionType):
+            space[name] = types.FunctionType(fn.__code__, space, name, fn.__defaults__)
+    space |= {n: f for n, f in _libdevice().items() if n in space and n not in ("fmod",)}
+    space |= _rows()
+    return types.SimpleNamespace(**space)
+
+
+def _tensor(data: Any, dtype: Any) -> Any:
+    data = np.asarray(data)
+    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.ndim else dtype)
+
+
+def _like(data: Any, x: Any) -> Any:
+    """A tensor of x's shape and dtype around an array."""
+    return tl.tensor(TensorHandle(data.reshape(x.handle.data.shape), x.dtype), x.type)
+
+
+def _elementwise(word: str) -> Callable[..., Any]:
+    op = getattr(torch, word)
+
+    def apply(*xs: Any) -> Any:
+        if len(xs) == 2:
+            xs = tuple(tl.broadcast(*xs))
+        out = op(*(torch.from_numpy(np.ascontiguousarray(x.handle.data)) for x in xs)).numpy()
+        if out.dtype == np.bool_:
+            shape = xs[0].type.shape if xs[0].type.is_block() else []
+            kind = tl.block_type(tl.int1, shape) if shape else tl.int1
+            return tl.tensor(TensorHandle(out.reshape(xs[0].handle.data.shape), tl.int1), kind)
+        return _like(out, xs[0])
+    return apply
+
+
+def _libdevice() -> dict[str, Callable[..., Any]]:
+    return {name: _elementwise(name) for name in LIBDEVICE} | {n: _elementwise(w) for n, w in RENAMED.items()}
+
+
+# -- reductions and scans along axis 1 ---------------------------------------------------------------------------
+
+
+def _reduce(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda x: _tensor(fn(x.handle.data, axis=1, keepdims=True).astype(x.handle.data.dtype), x.dtype)
+
+
+def _scan(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda x: _tensor(fn(x.handle.data, axis=1).astype(x.handle.data.dtype), x.dtype)
+
+
+def _position(best: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """The smallest position of the best value; NaN is the best of all."""
+    def row(x: Any, position: Any) -> Any:
+        data, at = np.broadcast_arrays(x.handle.data, position.handle.data)
+        top = best(data, axis=1, keepdims=True)
+        hit = (data == top) | (np.isnan(data) if data.dtype.kind == "f" else False)
+        far = np.iinfo(at.dtype).max
+        return _tensor(np.where(hit, at, far).min(axis=1, keepdims=True), position.dtype)
+    return row
+
+
+def _scan_position(larger: bool) -> Callable[[Any, Any], Any]:
+    def scan(x: Any, position: Any) -> Any:
+        data, at = np.broadcast_arrays(x.handle.data, position.handle.data)
+        best, where = data.copy(), at.copy()
+        for k in range(1, data.shape[1]):
+            new, old = data[:, k], best[:, k - 1]
+            take = ((new >= old) if larger else (new <= old)) | (new != new)
+            best[:, k] = np.where(take, new, old)
+            where[:, k] = np.where(take, at[:, k], where[:, k - 1])
+        return _tensor(best, x.dtype), _tensor(where, position.dtype)
+    return scan
+
+
+def _moments(mean: Any, m2: Any, n: Any) -> tuple[Any, Any]:
+    mu, sq, count = (np.broadcast_to(v.handle.data, mean.handle.data.shape) for v in (mean, m2, n))
+    total = count.sum(axis=1, keepdims=True)
+    safe = np.maximum(total, 1)
+    centre = (mu * (count / safe)).sum(axis=1, keepdims=True)
+    spread = (sq + count * (mu - centre) ** 2).sum(axis=1, keepdims=True)
+    kind = mean.handle.data.dtype
+    return _tensor(centre.astype(kind), mean.dtype), _tensor(spread.astype(kind), mean.dtype)
+
+
+def _log_cum_sum_exp(data: Any, axis: int) -> Any:
+    return torch.logcumsumexp(torch.from_numpy(np.ascontiguousarray(data)), axis).numpy()
+
+
+def _rows() -> dict[str, Callable[..., Any]]:
+    return {
+        "row_sum": _reduce(np.sum), "row_prod": _reduce(np.prod), "row_max": _reduce(np.max), "row_min": _reduce(np.min),
+        "row_argmax": _position(np.max), "row_argmin": _position(np.min), "row_moments": _moments,
+        "scan_sum": _scan(np.cumsum), "scan_prod": _scan(np.cumprod),
+        "scan_max": _scan(np.maximum.accumulate), "scan_min": _scan(np.minimum.accumulate),
+        "scan_logsumexp": _scan(_log_cum_sum_exp),
+        "scan_argmax": _scan_position(True), "scan_argmin": _scan_position(False),
+        "row_last": lambda x, column, last: _last(x, column, last),
+    }
+
+
+def _last(x: Any, column: Any, last: int) -> Any:
+    data, where = np.broadcast_arrays(x.handle.data, column.handle.data == last)
+    return _tensor(data[where].reshape(data.shape[0], 1), x.dtype)
+
+
+__all__ = ["namespace"]

@@ -1,0 +1,252 @@
+"""Emitted kernels as callables: loading, compiling for a GPU (present or not), launching, interpreting.
+
+A kernel is compiled through Triton for what a launch finds: pointers aligned to 16 bytes or not, 32- or 64-bit
+positions, sizes that 16 divides or not. It is launched by the driver's cuLaunchKernel, without Triton's own launcher:
+that one builds a C extension per signature and looks each argument up in every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import threading
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dicp.errors import BuildError, DicpError
+from dicp.runtime.cache import Key, open_store
+from dicp.vendor.cuda_graph.codegen import Source
+
+POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+            torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+            torch.bool: "*i1"}
+WIDE = 1 << 30      # elements from which positions take 64 bits (a last tile may reach beyond the end)
+ALIGN = 16          # bytes: one vector access
+_loading = threading.Lock()
+_interpreting = threading.Lock()
+
+
+def load(source: Source, config: Any) -> Any:
+    """The Triton function of an emitted module, which is kept in the build cache."""
+    key = Key.of(source=source.text, kind="triton")
+    folder = open_store(config).get_or_build(key, lambda d: (d / f"{source.name}.py").write_text(source.text) and None,
+                                             source.name)
+    return load_file(folder / f"{source.name}.py", source.name)
+
+
+@functools.lru_cache(maxsize=4096)
+def load_file(path: Path, name: str) -> Any:
+    """The Triton function `name` of a module file."""
+    unique = "dicp_triton_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with _loading:
+        spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------
+
+
+def compile_for(source: Source, fn: Any, target: GPUTarget, aligned: bool = True, wide: bool = False,
+                round_sizes: bool = False, fusion: bool = True) -> Any:
+    """A kernel compiled for a GPU, down to its binary; no GPU is needed. Raises BuildError."""
+    kernel, b = source.kernel, source.blocks
+    signature = {p.name: POINTERS[p.dtype] for p in kernel.params}
+    signature |= {v.name: "i64" if wide else "i32" for v in kernel.sizes}
+    if source.checks:
+        signature["flags"] = "*i32"
+    signature |= dict.fromkeys(source.constants, "constexpr")
+    values = {"INDEX": tl.int64 if wide else tl.int32, "X": b.x, "Y": b.y, "R": b.r}
+    constants = {name: values[name] for name in source.constants}
+    hint = [["tt.divisibility", ALIGN]]
+    attrs = {(k,): hint for k in range(len(kernel.params))} if aligned else {}
+    if round_sizes:
+        attrs |= {(len(kernel.params) + k,): hint for k in range(len(kernel.sizes))}
+    try:
+        return triton.compile(ASTSource(fn, signature, constants, attrs), target=target,
+                              options={"num_warps": b.warps, "enable_fp_fusion": fusion})
+    except (triton.CompilationError, RuntimeError, ValueError) as e:
+        raise BuildError(f"Triton cannot compile {source.name} for {target.backend}:{target.arch}", message=str(e)[:4000],
+                         source=str(getattr(fn.fn, "__code__", fn).co_filename), where=kernel.origins) from e
+
+
+@functools.cache
+def target_of(device: int) -> GPUTarget:
+    major, minor = torch.cuda.get_device_capability(device)
+    return GPUTarget("cuda", major * 10 + minor, 32)
+
+
+# -- the driver --------------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """The few calls of libcuda that a launch needs. `library` may be a stand-in."""
+
+    SHARED_LIMIT, MAX_DYNAMIC_SHARED = 48 << 10, 8      # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.launch_kernel = library.cuLaunchKernel
+
+    def load(self, binary: bytes, name: str, shared: int) -> ctypes.c_void_p:
+        """The function in a binary, ready to launch on the current device."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._checked(self.library.cuModuleLoadData(ctypes.byref(module), binary), f"loading {name}")
+        self._checked(self.library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+        if shared > self.SHARED_LIMIT:
+            self._checked(self.library.cuFuncSetAttribute(function, self.MAX_DYNAMIC_SHARED, shared),
+                          f"{shared} bytes of shared memory for {name}")
+        return function
+
+    def _checked(self, code: int, what: str) -> None:
+        if code:
+            raise DicpError(f"CUDA error {code} while {what}: {self.message(code)}")
+
+    def message(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        self.library.cuGetErrorString(code, ctypes.byref(text))
+        return (text.value or b"unknown error").decode()
+
+
+@functools.cache
+def driver() -> Driver:
+    torch.cuda.init()
+    return Driver(ctypes.CDLL("libcuda.so.1"))
+
+
+class Launcher:
+    """One compiled binary on one device: fills the argument slots and launches."""
+
+    def __init__(self, compiled: Any, arguments: int, drv: Driver) -> None:
+        meta = compiled.metadata
+        self.driver, self.name = drv, meta.name
+        self.function = drv.load(compiled.kernel, meta.name, meta.shared)
+        self.threads, self.shared = meta.num_warps * 32, meta.shared
+        total = arguments + hidden_parameters(compiled.asm["ptx"], meta.name, arguments)
+        self.slots = (ctypes.c_uint64 * max(1, total))()
+        base = ctypes.addressof(self.slots)
+        self.pointers = (ctypes.c_void_p * max(1, total))(*(base + 8 * k for k in range(total)))
+        self.count = arguments
+        self.lock = threading.Lock()
+
+    def __call__(self, programs: int, stream: int, arguments: Sequence[int]) -> None:
+        with self.lock:
+            self.slots[: self.count] = arguments
+            code = self.driver.launch_kernel(self.function, programs, 1, 1, self.threads, 1, 1, self.shared,
+                                             ctypes.c_void_p(stream), self.pointers, None)
+        if code:
+            raise DicpError(f"CUDA error {code} launching {self.name}: {self.driver.message(code)}")
+
+
+def hidden_parameters(ptx: str, name: str, arguments: int) -> int:
+    """Parameters (scratch memory) that Triton adds behind those of the source."""
+    start = ptx.index(f".entry {name}(")
+    return ptx[start: ptx.index(")", start + len(name) + 8)].count(".param") - arguments
+
+
+class GpuKernel:
+    """A kernel as the program calls it: kernel(device, stream, wide, pointers.., sizes..)."""
+
+    def __init__(self, source: Source, fn: Any, programs: Callable[..., int], fusion: bool = True,
+                 find_driver: Callable[[], Driver] = driver, find_target: Callable[[int], GPUTarget] = target_of) -> None:
+        self.source, self.fn, self.programs, self.fusion = source, fn, programs, fusion
+        self.find_driver, self.find_target = find_driver, find_target
+        self.n_pointers = len(source.kernel.params)
+        self.launchers: dict[tuple[int, bool, bool, bool], Launcher] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, device: int, stream: int, wide: bool, *arguments: int) -> None:
+        n = self.n_pointers
+        sizes = arguments[n: n + len(self.source.kernel.sizes)]
+        programs = self.programs(*sizes)
+        if programs == 0:
+            return
+        low = 0
+        for p in arguments[:n]:
+            low |= p
+        key = (device, not low % ALIGN, wide, bool(sizes) and not any(s % ALIGN for s in sizes))
+        launcher = self.launchers.get(key)
+        if launcher is None:
+            launcher = self.prepare(*key)
+        launcher(programs, stream, arguments)
+
+    def prepare(self, device: int, aligned: bool = True, wide: bool = False, round_sizes: bool = False) -> Launcher:
+        """Compile (Triton's cache keeps what another process compiled) and load."""
+        compiled = compile_for(self.source, self.fn, self.find_target(device), aligned, wide, round_sizes, self.fusion)
+        with self.lock:
+            key = (device, aligned, wide, round_sizes)
+            if key not in self.launchers:
+                count = self.n_pointers + len(self.source.kernel.sizes) + self.source.checks
+                self.launchers[key] = Launcher(compiled, count, self.find_driver())
+            return self.launchers[key]
+
+
+# -- the interpreter ---------------------------------------------------------------------------------------------
+
+
+class InterpretedKernel:
+    """A kernel run by Triton's interpreter on CPU tensors: kernel(wide, tensors.., sizes..)."""
+
+    def __init__(self, source: Source, fn: Any, programs: Callable[..., int]) -> None:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        from dicp.vendor.cuda_graph.emulate import namespace
+        self.source, self.programs = source, programs
+        plain = fn.fn
+        space = {"tl": tl, "triton": triton, "d": namespace(), "__name__": source.name}
+        self.run = InterpretedFunction(types.FunctionType(plain.__code__, space, plain.__name__, plain.__defaults__))
+        self.run.fn.__annotations__ = dict(plain.__annotations__)
+
+    def __call__(self, wide: bool, *arguments: Any) -> None:
+        n, b = len(self.source.kernel.params), self.source.blocks
+        programs = self.programs(*arguments[n: n + len(self.source.kernel.sizes)])
+        if programs == 0:
+            return
+        values = {"INDEX": tl.int64 if wide else tl.int32, "X": b.x, "Y": b.y, "R": b.r}
+        constants = {name: values[name] for name in self.source.constants}
+        with _interpreting, np.errstate(all="ignore"):      # the interpreter swaps functions of triton.language
+            self.run[(programs,)](*arguments, **constants)
+
+
+# -- alone -------------------------------------------------------------------------------------------------------
+
+
+def try_alone(fn: Any, example: dict[str, Any]) -> None:
+    """Run an emitted module on random inputs and time it; without a GPU, compile it for one and say so."""
+    if not torch.cuda.is_available():
+        print(f"{fn.__name__}: no GPU here; the module is sound Python. Sizes: {example['buffers']}")
+        return
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def make(dtype: str, n: int) -> torch.Tensor:
+        kind = getattr(torch, dtype)
+        if kind.is_floating_point:
+            return torch.randn(n, device="cuda", generator=generator).to(kind)
+        return torch.randint(0, 2, (n,), device="cuda", generator=generator).to(kind)
+    tensors = [make(dtype, n) for dtype, n, _ in example["buffers"]]
+    extra = [torch.zeros(64, dtype=torch.int32, device="cuda")] if example["flags"] else []
+    arguments = (*tensors, *example["sizes"], *extra)
+    options = dict(example["constants"], INDEX=tl.int32, num_warps=example["warps"])
+
+    def once() -> None:
+        fn[(example["programs"],)](*arguments, **options)
+    once()
+    moved = sum(t.numel() * t.element_size() for t in tensors)
+    ms = triton.testing.do_bench(once)
+    print(f"{fn.__name__}: {ms * 1e3:.1f} us, {moved / ms / 1e6:.0f} GB/s counting each buffer once")
+    for (dtype, n, written), t in zip(example["buffers"], tensors, strict=True):
+        if written:
+            print(f"  wrote {dtype}[{n}]: {t[:4].tolist()} ...")
