@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from dicp import compat
@@ -34,4 +35,24 @@ def decomposition_table(keep: Callable[[OpOverload], bool] = lambda op: False) -
         wanted = isinstance(op, OpOverload) and (op in core or op._opname in EXTRA)
         if wanted and op not in rows and not keep(op):  # type: ignore[arg-type]
             out[op] = fn  # type: ignore[index]
-    return out
+    return out | {op: fn for op, fn in own_decompositions().items() if op not in out and not keep(op)}
+
+
+def own_decompositions() -> dict[OpOverload, Decomposition]:
+    """Ops that torch does not take apart."""
+    aten = torch.ops.aten
+    return {aten.addbmm.default: addbmm, aten.masked_scatter.default: masked_scatter}
+
+
+def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * x + alpha * (sum over the batch of batch1 @ batch2)."""
+    product = torch.bmm(batch1, batch2).sum(0)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (x if beta == 1 else x * beta)
+
+
+def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """The k-th masked position gets the k-th element of source: a gather at the running count of the mask."""
+    mask, x = torch.broadcast_tensors(mask, x)
+    place = (mask.reshape(-1).cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
+    return torch.where(mask, source.reshape(-1)[place], x)

@@ -74,9 +74,13 @@ class Reference:
     def index(self, value: Any) -> Index:
         if isinstance(value, (int, ix.Poly)):
             return value
-        if isinstance(value, torch.SymInt):
-            return self.index(value.node.expr)
-        return _from_sympy(value)
+        expr = value.node.expr if isinstance(value, torch.SymInt) else value
+        try:
+            return _from_sympy(expr)
+        except Declined:
+            symbols = {x: self.sizes[x.name] for x in expr.free_symbols}
+            self.sizes[str(expr)] = int(expr.xreplace(symbols))
+            return ix.of(ix.Var(str(expr)))
 
     def realize(self, value: Value) -> Value:
         return self.input(self.evaluate(value), value.shape)
@@ -117,15 +121,16 @@ class Reference:
         where, what = (t.reshape(-1) for t in position)
         assert not unique or where.unique().numel() == where.numel(), "targets are not unique"
         flat = out.reshape(-1)
-        for at, x in zip(where.tolist(), what.to(out.dtype), strict=True):
-            flat[at] = _COMBINE[mode](flat[at], x)
+        if mode == "add" and flat.dtype != torch.bool:
+            flat = flat.index_add(0, where, what.to(out.dtype))
+        else:
+            for at, x in zip(where.tolist(), what.to(out.dtype), strict=True):
+                flat[at] = _COMBINE[mode](flat[at], x)
         return self.input(flat.reshape(out.shape).to(base.dtype), base.shape)
 
     def indirect(self, position: Expr, size: Index, what: str, wrap: bool = True) -> Index:
-        position = ex.cast(position, torch.int64)
-        if wrap:
-            position = ex.where(position < 0, position + ex.index_value(size), position)
-        return ix.of(ix.Opaque(position, size))
+        checked = Expr("check", (ex.cast(position, torch.int64), ex.index_value(size), int(wrap), 0), torch.int64)
+        return ix.of(ix.Opaque(checked, size))
 
 
 class _Grid:
@@ -231,6 +236,8 @@ def _step(b: Reference, node: torch.fx.Node, env: dict[torch.fx.Node, Any], rows
     kwargs = torch.fx.map_arg(node.kwargs, lambda n: env[n])
     if node.target is operator.getitem:
         return args[0][args[1]]
+    if isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool, float, bool)):
+        return _call(b, node, args, kwargs)
     try:
         if node.target not in rows:
             raise Declined("no row")

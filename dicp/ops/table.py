@@ -80,10 +80,23 @@ def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None)
 
 def rows() -> Iterator[Row]:
     """Every row, in the order of the modules that declare them."""
-    from dicp.ops.rules import (activations, analysis, arithmetic, factories, indexing, joining, libraries,
-                                normalization, pooling, reductions, scans, views)
+    from dicp.ops.rules import (
+        activations,
+        analysis,
+        arithmetic,
+        factories,
+        indexing,
+        joining,
+        libraries,
+        normalization,
+        pooling,
+        reductions,
+        scans,
+        special,
+        views,
+    )
 
-    for module in (arithmetic, analysis, activations, views, factories, reductions, scans, normalization, indexing,
+    for module in (arithmetic, analysis, special, activations, views, factories, reductions, scans, normalization, indexing,
                    joining, pooling, libraries):
         yield from module.rows()
 

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, make_boxed_func
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dicp.ops.reference import Reference
+from dicp.ir.expr import index_value
+from dicp.ir.value import Value
+from dicp.ops.decompositions import decomposition_table
+from dicp.ops.reference import Reference, run
 from dicp.ops.table import Declined, Row, table
 
 aten = torch.ops.aten
@@ -72,7 +77,7 @@ def elementwise_rows() -> list[tuple[Row, OpOverload]]:
 SETTINGS: dict[str, list[Any]] = {
     "approximate": ["none", "tanh"], "rounding_mode": ["trunc", "floor", None], "decimals": [0, 1, -1],
     "is_result": [False, True], "self_is_result": [False], "value": [2], "alpha": [1, 2], "eps": [None, 0.25],
-    "min_val": [-1.5], "max_val": [1.5], "beta": [2.0], "negative_slope": [0.25],
+    "min_val": [-1.5], "max_val": [1.5], "beta": [2.0], "negative_slope": [0.25], "n": [0, 1],
 }
 # Where eager disagrees with itself (between dtypes, or between the vector body of a loop and its tail).
 UNLIKE_ITSELF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -336,3 +341,130 @@ class TestRules:
         assert_same(*lowered(aten.max_pool2d_with_indices_backward.default, f(*y.shape), img, k, st, p, d, False, at))
         y, at = aten.adaptive_max_pool2d(img, [3, 2])
         assert_same(*lowered(aten.adaptive_max_pool2d_backward.default, f(*y.shape), img, at))
+
+
+class TestTable:
+    def test_each_overload_has_one_row_that_names_it(self) -> None:
+        for op, r in table().items():
+            assert isinstance(op, OpOverload) and op in r.overloads
+            assert not op._schema.is_mutable, f"{op} writes into its arguments"
+
+    def test_rows_have_a_rule_unless_a_library_serves_them(self) -> None:
+        for r in table().values():
+            assert (r.rule is None) == (r.kind in ("contraction", "random", "library")), r.name
+
+    def test_no_decomposition_of_a_row_or_of_what_the_vendor_keeps(self) -> None:
+        kept = aten.nll_loss_forward.default
+        assert kept in decomposition_table()
+        given = decomposition_table(lambda op: op is kept)
+        assert kept not in given and not set(given) & set(table())
+        assert aten.baddbmm.default not in given and aten.native_dropout.default not in given
+
+    def test_declined_says_why(self) -> None:
+        with pytest.raises(Declined, match="complex64"):
+            lowered(aten.add.Tensor, torch.ones(2, dtype=torch.complex64), f(2))
+        with pytest.raises(Declined, match="mask"):
+            lowered(aten.index.Tensor, f(3), [torch.tensor([True, False, True])])
+
+    def test_index_out_of_range_is_an_error(self) -> None:
+        for bad in (torch.tensor([3]), torch.tensor([-4])):
+            b = Reference()
+            at = b.indirect(b.input(bad)((0,)), 3, "index")
+            with pytest.raises(IndexError):
+                b.evaluate(Value((1,), torch.int64, lambda idx: index_value(at)))  # noqa: B023
+
+
+class Compiled:
+    """A function through AOTAutograd, its graphs run by the rules of the table."""
+
+    def __init__(self, fn: Callable[..., Any], dynamic: bool = False) -> None:
+        self.externs: set[str] = set()
+        self.random = False
+
+        def compile_graph(g: torch.fx.GraphModule, _: Any) -> Any:
+            kinds = {table()[n.target].kind for n in g.graph.nodes if n.target in table()}
+            self.random |= "random" in kinds
+
+            def call(*args: Any) -> list[Any]:
+                out, externs = run(g, list(args))
+                self.externs |= externs
+                return list(out)
+
+            return make_boxed_func(call)
+
+        self.fn = aot_function(fn, compile_graph, compile_graph, decompositions=decomposition_table(), dynamic=dynamic)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*args)
+
+
+def with_gradients(fn: Callable[..., Any], *args: torch.Tensor) -> list[torch.Tensor]:
+    """Results, then the gradients of their weighted sum."""
+    leaves = [a.clone().requires_grad_(a.is_floating_point()) for a in args]
+    out = [x for x in tree_flatten(fn(*leaves))[0] if isinstance(x, torch.Tensor)]
+    loss = sum(((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in out if x.requires_grad),
+               torch.zeros(()))
+    wanted = [a for a in leaves if a.requires_grad]
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else []
+    return [*out, *(g for g in grads if g is not None)]
+
+
+w, gain = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(5)) / 5, f(4) / 9
+GRAPHS: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
+    ("layer_norm", lambda x, g: torch.nn.functional.layer_norm(x, x.shape[-1:], g, g * 2), (x34, gain)),
+    ("rms_norm", lambda x, g: torch.nn.functional.rms_norm(x, x.shape[-1:], g), (x34, gain)),
+    ("softmax", lambda x: (x.softmax(-1), x.log_softmax(1)), (x34,)),
+    ("group_norm", lambda x: torch.nn.functional.group_norm(x, 3), (x34,)),
+    ("batch_norm", lambda x: torch.nn.functional.batch_norm(x, None, None, training=True), (img,)),
+    ("cross_entropy", lambda x, t: torch.nn.functional.cross_entropy(x, t), (f(5, 7) / 9, torch.arange(5))),
+    ("views", lambda x: x.transpose(0, 1).reshape(x.shape[1], -1).unflatten(1, (x.shape[0], -1)).flip(0), (x34,)),
+    ("slices", lambda x: torch.cat([x[:, 1:], x[:, :-1] * 2], -1).chunk(2, -1)[1], (x34,)),
+    ("rotary", lambda x: torch.cat([-x[..., x.shape[-1] // 2:], x[..., :x.shape[-1] // 2]], -1) * x.cos(), (x34,)),
+    ("embedding", lambda e, i: torch.nn.functional.embedding(i, e).sum(0), (f(9, 4), ints.abs())),
+    ("index", lambda x, i: x[:, i, 1:].relu() + x[:, -2:, -1:], (x34, torch.tensor([1, -1]))),
+    ("causal", lambda x: x.masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), -9.0).softmax(-1), (f(2, 5, 5) / 9,)),
+    ("pool", lambda x: torch.nn.functional.max_pool2d(x, 3, 2, 1), (img,)),
+    ("mean_pool", lambda x: torch.nn.functional.adaptive_avg_pool2d(x.relu(), 1).flatten(1), (img,)),
+    ("upsample", lambda x: torch.nn.functional.interpolate(x, scale_factor=2, mode="bilinear"), (img,)),
+    ("gelu", lambda x: torch.nn.functional.gelu(x) * torch.nn.functional.silu(x.sigmoid()), (x34,)),
+    ("cumsum", lambda x: x.cumsum(-1) + x.var(1, keepdim=True), (x34,)),
+]
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+    @pytest.mark.parametrize("name,fn,args", GRAPHS, ids=[g[0] for g in GRAPHS])
+    def test_gradients_agree_with_eager(self, name: str, fn: Callable[..., Any], args: tuple[torch.Tensor, ...],
+                                        dynamic: bool) -> None:
+        compiled = Compiled(fn, dynamic)
+        assert_same(with_gradients(compiled, *args), with_gradients(fn, *args), rtol=1e-4, atol=1e-5)
+        assert not compiled.externs
+
+
+# Ops whose result depends on values, or which AOTAutograd does not trace alone.
+UNTRACEABLE = ("equal", "item", "nonzero", "unique", "masked_select", "sparse", "to_", "resize", "cov",
+               "gaussian_nll_loss")
+DATABASE = [o for k, o in enumerate(op_db) if k % 6 == 0 and torch.float32 in o.supported_dtypes("cpu")
+            and not o.name.startswith(("linalg", "fft", "jiterator", "_refs")) and not any(
+                n in o.name for n in UNTRACEABLE)]
+
+
+class TestDatabase:
+    @pytest.mark.parametrize("info", DATABASE, ids=lambda o: o.name + o.variant_test_name)
+    def test_first_sample_agrees_with_eager(self, info: Any) -> None:
+        sample = next(iter(info.sample_inputs("cpu", torch.float32)))
+        flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+        places = [k for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+
+        def fn(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            given = dict(zip(places, tensors, strict=True))
+            x, args, kwargs = tree_unflatten([given.get(k, v) for k, v in enumerate(flat)], spec)
+            return [t for t in tree_flatten(info.op(x, *args, **kwargs))[0] if isinstance(t, torch.Tensor)]
+
+        tensors = [flat[k].detach() for k in places]
+        compiled = Compiled(fn)
+        with torch.no_grad():
+            expected = fn(*(t.clone() for t in tensors))
+            actual = compiled(*tensors)
+        if not compiled.random and "empty" not in info.name:
+            assert_same(list(actual), expected)

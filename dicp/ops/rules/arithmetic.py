@@ -100,8 +100,8 @@ def arithmetic_rows() -> Iterator[Row]:
                       body=lambda x, y, alpha=1: x - scaled(y, alpha))
     yield elementwise("rsub", aten.rsub.Tensor, aten.rsub.Scalar, body=lambda x, y, alpha=1: y - scaled(x, alpha))
     yield elementwise("mul", aten.mul.Tensor, aten.mul.Scalar, prims.mul.default, body=mul)
-    yield Row("div", (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode), "elementwise",
-              divide_rule, divide)
+    yield Row("div", (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode,
+                      aten.true_divide.Tensor, aten.true_divide.Scalar), "elementwise", divide_rule, divide)
     yield elementwise("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor,
                       stepped=True)
     yield elementwise("remainder", aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,

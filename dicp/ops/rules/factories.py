@@ -12,7 +12,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Index
 from dicp.ir.value import Builder, Value
 from dicp.ops.rules.pointwise import bind, constant, scalar_expr
-from dicp.ops.table import Rule, Row, row
+from dicp.ops.table import Row, Rule, row
 
 
 def filled(value: Any) -> Rule:

@@ -198,6 +198,15 @@ def put_where(x: Value, mask: Value, values: Value, accumulate: bool) -> Value:
     return Value(x.shape, x.dtype, element)
 
 
+def put(b: Builder, node: torch.fx.Node, x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
+    """Elements written at positions of the flattened tensor."""
+    flat = reshape(x, (ix.product(x.shape),))
+    source = reshape(source, index.shape)
+    out = widened(b, flat, "add" if accumulate else "set", index.shape,
+                  lambda idx: ((lookup(b, index(idx), flat.shape[0], "put"),), source(idx)))
+    return reshape(out, x.shape)
+
+
 def masked_index_put(b: Builder, node: torch.fx.Node, x: Value, mask: Value, indices: list[Value | None],
                      values: Value) -> Value:
     """x with values added at the indices where mask; elsewhere zero is added at a position kept in range."""
@@ -354,6 +363,7 @@ def rows() -> Iterator[Row]:
     yield rule("searchsorted", aten.searchsorted.Tensor, rule=searchsorted)
     yield rule("index_put", aten.index_put.default, aten._unsafe_index_put.default, rule=index_put)
     yield rule("masked_index_put", aten._unsafe_masked_index_put_accumulate.default, rule=masked_index_put)
+    yield rule("put", aten.put.default, rule=put)
     yield rule("scatter", aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce,
                rule=scatter)
     yield rule("scatter_add", aten.scatter_add.default, rule=scatter_add)

@@ -19,7 +19,7 @@ NAMES: dict[Kind, str] = {
     "random": """native_dropout bernoulli rand rand_like randn randn_like randint randint_like randperm uniform normal
         normal_functional multinomial exponential geometric cauchy log_normal poisson binomial _sample_dirichlet
         _standard_gamma rrelu_with_noise rrelu_with_noise_functional""",
-    "library": """sort topk kthvalue median nanmedian mode nonzero nonzero_static masked_select masked_scatter unique_dim
+    "library": """sort topk kthvalue median nanmedian mode nonzero nonzero_static masked_select unique_dim
         _unique2 unique_consecutive histc bincount _embedding_bag _embedding_bag_forward_only _embedding_bag_backward
         _fft_c2c _fft_r2c _fft_c2r linalg_cholesky_ex linalg_eig linalg_eigh _linalg_eigh linalg_inv_ex
         linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_qr _linalg_svd _linalg_det _linalg_slogdet

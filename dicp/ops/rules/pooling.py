@@ -250,23 +250,23 @@ class Adaptive:
         quotient = 1 if size == out else ix.floordiv(size, out) if out == 1 or (
             isinstance(size, int) and isinstance(out, int) and out and size % out == 0) else None
         self.uniform: Index | None = quotient
-        if quotient is None and not (isinstance(size, int) and isinstance(out, int)):
-            raise Declined("adaptive pooling of a symbolic size")
-
     @property
     def longest(self) -> Index:
-        """Size of the largest window."""
+        """Size of the largest window, or more."""
         if self.uniform is not None:
             return self.uniform
-        return max(int(self.end(i)) - int(self.start(i)) for i in range(int(self.out)))  # type: ignore[arg-type]
+        if not isinstance(self.size, int) or not isinstance(self.out, int):
+            return ix.floordiv(self.size + self.out - 1, self.out) + 1
+        return max(int(self.end(i)) - int(self.start(i)) for i in range(self.out))
 
     @property
     def overlap(self) -> int:
         """How many windows can contain one position."""
         if self.uniform is not None:
             return 1
-        return max(-(-(h + 1) * int(self.out) // int(self.size)) - h * int(self.out) // int(self.size)  # type: ignore
-                   for h in range(int(self.size)))  # type: ignore[arg-type]
+        if not isinstance(self.size, int) or not isinstance(self.out, int):
+            raise Declined("gradient of adaptive pooling of a symbolic size")
+        return max(-(-(h + 1) * self.out // self.size) - h * self.out // self.size for h in range(self.size))
 
     def start(self, i: Index) -> Index:
         return i * self.uniform if self.uniform is not None else ix.floordiv(i * self.size, self.out)

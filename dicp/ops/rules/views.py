@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dicp.compat import size_hint
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -147,36 +148,51 @@ def broadcast_in_dim(b: Builder, node: torch.fx.Node, x: Value, shape: list[Inde
 
 def select(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Index) -> Value:
     dim = wrap_dim(dim, len(x.shape))
-    at = from_end(index, x.shape[dim])
+    at = from_end(index, x.shape[dim], node.args[2])
     return reindexed(x, dropped(x.shape, dim), lambda idx: inserted(idx, dim, at))
 
 
-def from_end(i: Index, size: Index) -> Index:
-    """A position that counts from the end when negative."""
+def known(proved: bool, refuted: bool, hint: bool) -> bool:
+    """A fact about sizes: as proven, else as it was while tracing (torch has guarded it in making the result's size)."""
+    return proved or (hint and not refuted)
+
+
+def hint_of(given: Any) -> int:
+    """The value that a size argument of a node had while tracing."""
+    return size_hint(given.meta["val"] if isinstance(given, torch.fx.Node) else given, fallback=0)
+
+
+def from_end(i: Index, size: Index, given: Any) -> Index:
+    """A position that counts from the end when negative; `given` is the node's argument for it."""
     if isinstance(i, int):
         return i + size if i < 0 else i
-    return i if ix.nonnegative(i) or not ix.nonnegative(-i - 1) else i + size
+    positive = known(ix.nonnegative(i), ix.nonnegative(-i - 1), hint_of(given) >= 0)
+    return i if positive else i + size
 
 
-def slice_start(b: Builder, start: Any, size: Index) -> Index:
+def slice_start(node: torch.fx.Node, start: Any, size: Index, dim: int, given: Any) -> Index:
     """First position of a slice, limited to [0, size]."""
     if start is None:
         return 0
-    start = from_end(start, size)
-    if isinstance(start, int) and isinstance(size, int):
-        return min(max(start, 0), size)
-    if not ix.nonnegative(start):
-        raise Declined(f"slice from {start}, which may be negative")
-    if ix.nonnegative(size - start):
-        return start
-    smaller = ex.binary("minimum", ex.index_value(start), ex.index_value(size))
-    return ix.of(ix.Opaque(smaller, size + 1))
+    first = from_end(start, size, given)
+    if isinstance(first, int) and isinstance(size, int):
+        return min(max(first, 0), size)
+    n = hint_of(node.args[0].meta["val"].shape[dim])  # type: ignore[union-attr]
+    value = hint_of(given) if not isinstance(start, int) else start
+    value = value + n if value < 0 else value
+    if not known(ix.nonnegative(first), ix.nonnegative(-first - 1), value >= 0):
+        return 0
+    return first if known(ix.nonnegative(size - first), ix.nonnegative(first - size - 1), value <= n) else size
+
+
+def argument(node: torch.fx.Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
 def slice_(b: Builder, node: torch.fx.Node, x: Value, dim: int = 0, start: Any = None, end: Any = None,
            step: int = 1) -> Value:
     dim = wrap_dim(dim, len(x.shape))
-    first = slice_start(b, start, x.shape[dim])
+    first = slice_start(node, start, x.shape[dim], dim, argument(node, 2, "start"))
     return along(x, dim, b.meta(node)[0][dim], lambda i: i * step + first)
 
 
@@ -279,7 +295,7 @@ def movedim(b: Builder, node: torch.fx.Node, x: Value, source: Any, destination:
 
 def select_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, dim: int, index: Index) -> Value:
     dim = wrap_dim(dim, len(x.shape))
-    at = from_end(index, x.shape[dim])
+    at = from_end(index, x.shape[dim], node.args[3])
     src = broadcast(convert(src, x.dtype), dropped(x.shape, dim))
     return choose(lambda idx: same(idx[dim], at), reindexed(src, x.shape, lambda idx: dropped(idx, dim)), x)
 
@@ -297,7 +313,7 @@ def choose(cond: Callable[[Indices], Expr], inside: Value, outside: Value) -> Va
 def slice_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, dim: int = 0, start: Any = None,
                   end: Any = None, step: int = 1) -> Value:
     dim = wrap_dim(dim, len(x.shape))
-    first = slice_start(b, start, x.shape[dim])
+    first = slice_start(node, start, x.shape[dim], dim, argument(node, 3, "start"))
     count = src.shape[dim]
     src = convert(src, x.dtype)
     if not isinstance(step, int):
@@ -345,7 +361,7 @@ def view_rows() -> Iterator[Row]:
               aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default, aten.split_with_sizes_copy.default,
               kind="view", rule=parts)
     yield row("unbind", aten.unbind.int, kind="view", rule=unbind)
-    yield row("as_strided", aten.as_strided.default, kind="view", rule=as_strided)
+    yield row("as_strided", aten.as_strided.default, aten.as_strided_copy.default, kind="view", rule=as_strided)
     yield row("diagonal", aten.diagonal.default, aten.diagonal_copy.default, kind="view", rule=diagonal)
     yield row("unfold", aten.unfold.default, aten.unfold_copy.default, kind="view", rule=unfold)
     yield row("movedim", aten.movedim.int, aten.movedim.intlist, kind="view", rule=movedim)
