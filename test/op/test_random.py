@@ -29,7 +29,7 @@ DRAWS: dict[str, Draw] = {
     "multinomial": lambda: torch.multinomial(torch.tensor([0.1, 0.2, 0.7]), N, replacement=True),
     "dropout": lambda: torch.nn.functional.dropout(torch.ones(N), 0.25),
     "dropout_then_add": lambda: torch.nn.functional.dropout(torch.linspace(0, 1, N), 0.5) + 1,
-    "alpha_dropout": lambda: torch.nn.functional.alpha_dropout(torch.linspace(-1, 1, N), 0.3),
+    "alpha_dropout": lambda: torch.nn.functional.alpha_dropout(torch.linspace(-1, 1, N), 0.3, training=True),
     "rrelu": lambda: torch.nn.functional.rrelu(-torch.ones(N), training=True),
     "gumbel_softmax": lambda: torch.nn.functional.gumbel_softmax(torch.zeros(N // 4, 4))[:, 0],
 }
