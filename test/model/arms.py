@@ -66,36 +66,75 @@ def scores(arm: Arm, inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step gave; `gradients` of the parameters by name, as they were before the update."""
+    """What one training step gave; `gradients` of the parameters by name."""
 
     loss: Tensor
     scores: Tensor
     gradients: dict[str, Tensor]
 
 
-def train(arm: Arm, case: Case, inputs: Inputs, steps: int, rate: float = 0.01) -> list[Step]:
-    """So many SGD steps with momentum on the same batch, from the parameters that the arm has."""
+def trainer(arm: Arm, case: Case, inputs: Inputs, rate: float) -> Callable[[], Step]:
+    """A function that takes one more step of SGD with momentum on this batch, and says what it gave."""
     assert case.targets is not None
     parameters = dict(arm.model.named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=rate, momentum=0.9)
-    targets = case.targets(inputs)
-    done = []
+    inputs, targets = arm.prepare(inputs), case.targets(inputs)
     arm.model.train()
-    with arm.context():
-        for _ in range(steps):
-            optimizer.zero_grad()
-            out = scores_of(arm.call(**arm.prepare(inputs)))
+
+    def step() -> Step:
+        optimizer.zero_grad()
+        with arm.context():
+            out = scores_of(arm.call(**inputs))
             loss = loss_of(out, targets)
-            loss.backward()
-            grads = (
-                {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-                if not done
-                else {}
-            )
-            optimizer.step()
-            done.append(Step(loss.detach(), out.detach(), grads))
-    optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        return Step(loss.detach(), out.detach(), gradients)
+
+    return step
+
+
+def train(arm: Arm, case: Case, inputs: Inputs, steps: int, rate: float = 1e-3) -> list[Step]:
+    """So many steps on the same batch, from the parameters that the arm has; the model is left in eval
+    mode."""
+    step = trainer(arm, case, inputs, rate)
+    done = [step() for _ in range(steps)]
+    arm.model.zero_grad()
     arm.model.eval()
+    return done
+
+
+def all_scores(run: list[Step]) -> Tensor:
+    """The scores of every step, stacked."""
+    return torch.stack([step.scores for step in run])
+
+
+def all_losses(run: list[Step]) -> Tensor:
+    """The losses of a run, as a vector."""
+    return torch.stack([step.loss for step in run])
+
+
+def eager_ways(
+    arm: Arm, case: Case, inputs: Inputs, steps: int
+) -> list[tuple[list[Step], dict[str, Tensor]]]:
+    """The training run, and the buffers it leaves, in each way that eager has of running it (one, if it has
+    no kinks: see checks.py). Other layouts and libraries are float32's: in bf16 they hardly differ."""
+    ways: list[tuple[Arm, Inputs, contextlib.AbstractContextManager[Any]]] = [
+        (arm, inputs, contextlib.nullcontext())
+    ]
+    if case.kinks and arm.dtype == torch.float32:
+        wide = copy.deepcopy(arm.model).to(memory_format=torch.channels_last)
+        images = {k: v.contiguous(memory_format=torch.channels_last) for k, v in inputs.items()}
+        plain = copy.deepcopy(arm.model)
+        ways.append((Arm("channels last", wide, wide, arm.dtype), images, contextlib.nullcontext()))
+        ways.append(
+            (Arm("no oneDNN", plain, plain, arm.dtype), inputs, torch.backends.mkldnn.flags(enabled=False))
+        )
+    done = []
+    for way, given, context in ways:
+        with context:
+            run = train(way, case, given, steps)
+        done.append((run, {name: b.clone() for name, b in way.model.named_buffers()}))
     return done
 
 

@@ -12,6 +12,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class Trio:
     eager: arms.Arm
     exact: arms.Arm | None
     variants: tuple[int, ...]
+    rounds: int
 
     def inputs(self, variant: int) -> dict[str, torch.Tensor]:
         return self.case.inputs(self.size, variant, self.eager.dtype)
@@ -115,7 +117,9 @@ def memory_available() -> int:
     return 0
 
 
-def make_trio(case: Case, backend: str, dtype: torch.dtype, dynamic: bool, size: str, result: Result) -> Trio:
+def make_trio(
+    case: Case, backend: str, dtype: torch.dtype, dynamic: bool, size: str, rounds: int, result: Result
+) -> Trio:
     """Build the model once, and give each run its copy; a model too large for that shares its parameters."""
     model = arms.cast(case.build(size), dtype)
     elements = sum(p.numel() for p in model.parameters())
@@ -126,7 +130,7 @@ def make_trio(case: Case, backend: str, dtype: torch.dtype, dynamic: bool, size:
     twin = copy.deepcopy(model) if roomy else model
     got = arms.compiled_arm(twin, backend, dtype, dynamic)
     eager = arms.Arm("eager", model, model, dtype)
-    return Trio(case, size, got, eager, exact, VARIANTS if dynamic else VARIANTS[:1])
+    return Trio(case, size, got, eager, exact, VARIANTS if dynamic else VARIANTS[:1], rounds)
 
 
 def no_recompiles(result: Result, before: int, what: str) -> None:
@@ -154,7 +158,7 @@ def check_inference(trio: Trio, result: Result) -> None:
             result.fail(f"scores have strides {got.stride()}, eager's {eager.stride()}")
         if trio.exact is not None:
             result.hold(
-                [checks.judge(f"scores (size {variant})", got, eager, arms.scores(trio.exact, inputs))]
+                [checks.judge(f"scores (size {variant})", got, [eager], arms.scores(trio.exact, inputs))]
             )
     no_recompiles(result, graphs, "inference")
 
@@ -163,38 +167,46 @@ def check_training(trio: Trio, result: Result) -> None:
     """Training runs from the same start, each going its own way: gradients of the first step, scores of
     each step, the losses, and the buffers (running statistics) at the end; at other sizes, one step."""
     assert trio.exact is not None
-    three = (trio.got, trio.eager, trio.exact)
     case, steps = trio.case, trio.case.steps
     with arms.restored([trio.got.model]):
         seconds = compile_seconds(lambda: arms.train(trio.got, case, trio.inputs(0), 1))
         result.compile_s = (result.compile_s or 0.0) + seconds
     graphs = graphs_compiled()
     for variant in trio.variants:
-        count = steps if variant == 0 else 1
-        with arms.restored(arm.model for arm in three):
-            got, eager, exact = (arms.train(arm, case, trio.inputs(variant), count) for arm in three)
-            buffers = [{k: b.clone() for k, b in arm.model.named_buffers()} for arm in three]
-        at = f"size {variant}: "
+        count, inputs = steps if variant == 0 else 1, trio.inputs(variant)
+        with arms.restored(arm.model for arm in (trio.got, trio.eager, trio.exact)):
+            ways = arms.eager_ways(trio.eager, case, inputs, count)
+            got, exact = (arms.train(arm, case, inputs, count) for arm in (trio.got, trio.exact))
+            buffers, exact_buffers = (
+                {k: b.clone() for k, b in a.model.named_buffers()} for a in (trio.got, trio.exact)
+            )
+        eager, eager_buffers = [run for run, _ in ways], [b for _, b in ways]
+        at, kinks = f"size {variant}: ", case.kinks
+        first = [run[0].gradients for run in eager]
+        result.hold(checks.judge_group(at + "gradient", got[0].gradients, first, exact[0].gradients, kinks))
+        result.hold(checks.judge_group(at + "buffer", buffers, eager_buffers, exact_buffers, kinks))
+        scores = arms.all_scores(exact)
         result.hold(
-            checks.judge_group(at + "gradient", got[0].gradients, eager[0].gradients, exact[0].gradients)
+            [checks.judge(at + "scores", arms.all_scores(got), [arms.all_scores(e) for e in eager], scores)]
         )
-        result.hold(checks.judge_group(at + "buffer", *buffers))
-        pairs = [(e.scores, x.scores) for e, x in zip(eager, exact)]
+        error = max(
+            math.hypot(*((checks.rms([e.scores.double() - x.scores]) for e, x in zip(run, exact))))
+            for run in eager
+        )
+        losses = [arms.all_losses(run) for run in eager]
         result.hold(
             [
-                checks.judge_losses(
-                    [s.loss for s in got], [s.loss for s in eager], [s.loss for s in exact], pairs
+                checks.judge(
+                    at + "losses", arms.all_losses(got), losses, arms.all_losses(exact), at_least=error
                 )
             ]
         )
-        stacked = [torch.stack([s.scores for s in run]) for run in (got, eager, exact)]
-        result.hold([checks.judge(at + "scores of all steps", *stacked)])
     no_recompiles(result, graphs, "training")
 
 
 def time_call(trio: Trio, result: Result, got: measure.Thunk, eager: measure.Thunk) -> None:
     """Time and peak memory of the call that the report is about."""
-    result.ms, result.eager_ms = measure.alternating([got, eager], rounds=5)
+    result.ms, result.eager_ms = measure.alternating([got, eager], rounds=trio.rounds)
     result.peak_bytes, result.eager_peak_bytes = measure.peak_growth(got), measure.peak_growth(eager)
 
 
@@ -241,8 +253,8 @@ def check_generation(trio: Trio, result: Result) -> None:
                 f"size {variant}: token {place} of {count} is {mine[0, place]}, eager's {tokens[0, place]}"
             )
         if exact is not None:
-            group = (got.forced(ids, tokens), eager.forced(ids, tokens), exact.forced(ids, tokens))
-            result.hold(checks.judge_group(f"size {variant}:", *group))
+            forced = got.forced(ids, tokens), [eager.forced(ids, tokens)], exact.forced(ids, tokens)
+            result.hold(checks.judge_group(f"size {variant}:", *forced, kinks=False))
         reader = tokenizer()
         if reader is not None and variant == 0:
             result.notes.append(
@@ -252,13 +264,13 @@ def check_generation(trio: Trio, result: Result) -> None:
     time_call(trio, result, lambda: decode(got), lambda: decode(eager))
 
 
-def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str) -> Result:
-    """One line of the report; an exception is one way to fail."""
+def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str, rounds: int = 5) -> Result:
+    """One line of the report; an exception is one way to fail. `rounds`: of the timing."""
     result = Result(name, backend, dtype, dynamic, size)
     torch._dynamo.reset()
     counters.clear()
     try:
-        trio = make_trio(CASES[name], backend, DTYPES[dtype], dynamic, size, result)
+        trio = make_trio(CASES[name], backend, DTYPES[dtype], dynamic, size, rounds, result)
         (check_generation if trio.case.generates else check_ordinary)(trio, result)
     except Exception as error:  # whatever it is, the report goes on with the next model
         result.fail("".join(traceback.format_exception(error)).rstrip())

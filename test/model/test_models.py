@@ -1,0 +1,102 @@
+"""The five models at small sizes under dicp_cpu, and the checks themselves: a wrong result has to fail."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import arms, checks, run
+from model.models import CASES
+from model.resnet import resnet50
+
+STATIC = [pytest.param(name, dtype, False) for name in CASES for dtype in run.DTYPES]
+DYNAMIC = [
+    pytest.param(name, dtype, True, marks=[pytest.mark.slow] if name == "resnet50" or dtype == "bf16" else [])
+    for name in CASES
+    for dtype in run.DTYPES
+]
+
+
+@pytest.mark.parametrize("name, dtype, dynamic", STATIC + DYNAMIC)
+def test_model_agrees_with_eager_under_the_fp64_rule(name: str, dtype: str, dynamic: bool) -> None:
+    result = run.run_case(name, "dicp_cpu", dtype, dynamic, "small", rounds=1)
+    assert result.ok, "\n".join(result.problems)
+    assert result.extern == 0, f"{result.extern} ops ran as extern calls"
+
+
+def faulty(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+    """A backend whose every floating result is a thousandth too large."""
+
+    def call(*args: Any) -> Any:
+        out = gm(*args)
+        return tuple(x * 1.001 if isinstance(x, Tensor) and x.is_floating_point() else x for x in out)
+
+    return call
+
+
+def test_driver_with_a_wrong_backend_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def compiled(model: Any, backend: str, dtype: torch.dtype, dynamic: bool) -> arms.Arm:
+        return arms.Arm(backend, model, torch.compile(model, backend=faulty, dynamic=dynamic), dtype)
+
+    monkeypatch.setattr(arms, "compiled_arm", compiled)
+    assert run.main(["vit", "aot_eager", "--size", "small", "--dtype", "fp32"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL" in said
+    assert "distance" in said
+
+
+def test_driver_with_eager_passes(tmp_path: Any) -> None:
+    report = tmp_path / "report.json"
+    assert (
+        run.main(["bert", "eager", "all", "--size", "small", "--dtype", "fp32", "--json", str(report)]) == 0
+    )
+    assert '"ok": true' in report.read_text()
+
+
+def exact_and_eager() -> tuple[Tensor, Tensor]:
+    exact = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return exact, (exact * (1 + 1e-6)).float()
+
+
+@pytest.mark.parametrize("error, ok", [(1.5e-6, True), (2.5e-6, False)])
+def test_rule_allows_twice_eagers_distance(error: float, ok: bool) -> None:
+    exact, eager = exact_and_eager()
+    assert checks.judge("x", (exact * (1 + error)).float(), [eager], exact).ok is ok
+
+
+def test_rule_nan_where_exact_is_finite_fails() -> None:
+    exact, eager = exact_and_eager()
+    wrong = eager.clone()
+    wrong[3] = torch.nan
+    assert not checks.judge("x", wrong, [eager], exact).ok
+
+
+def test_rule_other_dtype_or_shape_fails() -> None:
+    exact, eager = exact_and_eager()
+    assert not checks.judge("x", eager.double(), [eager], exact).ok
+    assert not checks.judge("x", eager[:-1], [eager], exact).ok
+
+
+def test_group_with_kinks_one_wrong_tensor_fails() -> None:
+    exact, eager = exact_and_eager()
+    wrong = (exact * 1.001).float()
+    good, bad = {"a": eager, "b": eager}, {"a": eager, "b": wrong}
+    truth = {"a": exact, "b": exact}
+    assert all(v.ok for v in checks.judge_group("g", good, [good], truth, kinks=True))
+    assert not all(v.ok for v in checks.judge_group("g", bad, [good], truth, kinks=True))
+    assert not checks.judge_group("g", {"a": eager}, [good], truth, kinks=True)[0].ok
+
+
+def test_exact_run_is_float64_throughout() -> None:
+    model = CASES["llama"].build("small")  # its norms compute in float32 of their own accord
+    inputs = CASES["llama"].inputs("small", 0, torch.float32)
+    arm = arms.exact_arm(model)
+    plain = arms.Arm("plain", arm.model, arm.model, torch.float32)
+    exact, mixed = arms.scores(arm, inputs), arms.scores(plain, inputs)
+    assert exact.dtype == mixed.dtype == torch.float64
+    assert not torch.equal(exact, mixed)
+
+
+def test_resnet50_is_the_published_architecture() -> None:
+    assert sum(p.numel() for p in resnet50().parameters()) == 25_557_032
