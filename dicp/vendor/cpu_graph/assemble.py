@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from dicp.runtime.program import NativeSegment, Program, Runner, Segment, check_failure
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen, toolchain
-from dicp.vendor.cpu_graph.build import Library, Unit, bind, build
+from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
 from dicp.vendor.cpu_graph.segment import SegmentWriter
+from dicp.vendor.cpu_graph.timing import report_at_exit
 
 KERNELS_PER_UNIT = 4        # a compiler's start costs about as much as compiling one kernel
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
@@ -19,12 +22,17 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, ToolchainError, NoCompileError."""
     lanes = toolchain.lanes(config)
     names, units = kernel_units(program, lanes)
-    writers = [(step, _segment(program, step, names)) for step in program.steps if isinstance(step, Segment)]
+    writers = [(step, _segment(program, step, names, config.debug >= 2)) for step in program.steps if isinstance(step, Segment)]
     n_checks = len(program.lowered.checks)
     for step, writer in writers:
         units.append(Unit(f"{program.name}_segment{step.number}", writer.source(n_checks)))
     program.sources = {u.name: u.source for u in units}
-    library = build(units, config)
+    launcher = threading.Thread(target=get_launcher, args=(config,))     # once per machine: beside the kernels
+    launcher.start()
+    try:
+        library = build(units, config)
+    finally:
+        launcher.join()
     natives = {}
     for (step, writer), unit in zip(writers, units[len(units) - len(writers):], strict=True):
         natives[step.number] = _native(writer, library, program, unit, config)
@@ -55,8 +63,8 @@ def kernel_units(program: Program, lanes: int) -> tuple[dict[str, str], list[Uni
 PRELUDE = '#include "dicp_kernel.h"\nusing namespace dicp;'
 
 
-def _segment(program: Program, step: Segment, names: dict[str, str]) -> SegmentWriter:
-    writer = SegmentWriter(f"segment{step.number}", program.plan, names, [v.name for v in program.sizes()])
+def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool) -> SegmentWriter:
+    writer = SegmentWriter(f"segment{step.number}", program.plan, names, [v.name for v in program.sizes()], timed)
     sequence: list[Any] = []
     for k, item in enumerate(step.items):
         sequence.append(item)
@@ -69,12 +77,12 @@ def _segment(program: Program, step: Segment, names: dict[str, str]) -> SegmentW
 def _native(writer: SegmentWriter, library: Library, program: Program, unit: Unit, config: Any) -> NativeSegment:
     addresses = [library.address(program_name) for program_name in writer.kernels]
     loaded = dict((u.source, h) for u, h in library.units)[unit.source]
-    import ctypes
-
     def address(symbol: str) -> int:
         found = ctypes.cast(getattr(loaded, symbol), ctypes.c_void_p).value
         assert found is not None
         return found
+    if writer.timed:
+        report_at_exit(program.name, writer.labels, address(f"{writer.name}_times"))
     bind(address(f"{writer.name}_bind"), len(addresses), config)(*addresses)
     count = len(writer.arguments) + writer.uses_arena + bool(writer.kept) + len(writer.size_names)
     run = bind(address(writer.name), count, config)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dicp.ir.index import Index
-from dicp.schedule.defs import Buffer, Call, View
+from dicp.schedule.defs import Buffer, Call, View, views
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen
 from dicp.vendor.cpu_graph.expression import STORAGE, index_text
@@ -25,10 +25,18 @@ DTYPE_CODES = {torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, to
                torch.bfloat16: 15}
 
 
+def _moved(buffers: Sequence[Buffer]) -> int:
+    """Bytes of distinct buffers, as far as their sizes are numbers."""
+    return sum(b.nbytes for b in {b.name: b for b in buffers}.values() if isinstance(b.nbytes, int))
+
+
 class SegmentWriter:
     """Writes one segment. Claims call `tensor`, `optional`, `ints`, `results` and `call`."""
 
-    def __init__(self, name: str, plan: Any, kernel_names: dict[str, str], size_names: Sequence[str]) -> None:
+    def __init__(self, name: str, plan: Any, kernel_names: dict[str, str], size_names: Sequence[str],
+                 timed: bool = False) -> None:
+        self.timed = timed
+        self.labels: list[tuple[str, int]] = []     # (what, bytes moved) of each timed step
         self.name, self.plan, self.kernel_names = name, plan, kernel_names
         self.size_names = list(size_names)
         self.lines: list[str] = []
@@ -151,13 +159,21 @@ class SegmentWriter:
         if codegen.has_checks(launch.kernel):
             self.uses_checks = True
             args.append(f"checks + {launch.first_check}")
-        self.steps.append(f"{function}({', '.join(args)});")
+        self._timed(f"{function}", _moved(launch.buffers), [f"{function}({', '.join(args)});"])
 
     def _library(self, call: Call) -> None:
         self.lines = []
         call.claim.emit(self, call)
         note = f"  // {call.note}"
-        self.steps += [f"{{{note}", *("  " + line for line in self.lines), "}"]
+        moved = _moved([v.buffer for v in views((call.args, call.kwargs))] + [b for b in call.outputs if b is not None])
+        self._timed(call.note, moved, [f"{{{note}", *("  " + line for line in self.lines), "}"])
+
+    def _timed(self, label: str, moved: int, lines: list[str]) -> None:
+        if not self.timed:
+            self.steps += lines
+            return
+        self.labels.append((label, moved))
+        self.steps += ["clock = now_ns();", *lines, f"times[{len(self.labels) - 1}] += now_ns() - clock;"]
 
     def keep(self, names: Sequence[str]) -> None:
         """Hand library results to the caller through the result slots."""
@@ -178,6 +194,10 @@ class SegmentWriter:
             kernel = codegen.canonical_with_notes(launch.kernel)
             params = codegen.signature(kernel, "").removeprefix("void (")
             out.append(f"static void (*{name})({params};  // kernel {k}")
+        if self.timed:
+            out += ["", f"static int64_t times[{len(self.labels) + 1}];",
+                    f'extern "C" __attribute__((visibility("default"))) const int64_t* {self.name}_times() '
+                    "{ return times; }"]
         bound = [f"  {n} = (decltype({n}))k[{i}];" for i, n in enumerate(self.kernels)]
         out += ["", f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}_bind(const int64_t* k) {{',
                 *(bound or ["  (void)k;"]), "  return 0;", "}", ""]
@@ -192,6 +212,8 @@ class SegmentWriter:
         for name in self.size_names:
             body.append(f"const int64_t {name} = a[{position}];")
             position += 1
+        if self.timed:
+            body.append("int64_t clock = 0;")
         if self.uses_checks:
             body.append(f"int32_t checks[{n_checks}] = {{}};")
         body += [*self.hoisted, *self.steps, *self.finish(n_checks)]

@@ -33,8 +33,8 @@ INSTALL = (
     "or set DICP_CXX to a C++17 compiler"
 )
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden")
-# no -ffast-math: it breaks inf and NaN; errno and FP traps nobody reads
-_MATH = ("-fno-math-errno", "-fno-trapping-math")
+# no -ffast-math: it breaks inf and NaN; errno and FP traps nobody reads; integers wrap as in torch
+_MATH = ("-fno-math-errno", "-fno-trapping-math", "-fwrapv")
 _QUIET = ("-w", "-Wno-psabi")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512cd")

@@ -2,6 +2,7 @@
 // A call returns 0, or not 0 when it raised (libtorch then has logged what).
 #pragma once
 #include <stdint.h>
+#include <time.h>
 
 extern "C" {
 typedef struct DicpTensor* Handle;
@@ -61,6 +62,12 @@ int32_t aoti_torch_cpu_topk(Handle x, int64_t k, int64_t dim, int32_t largest, i
 }
 
 namespace dicp {
+
+inline int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
 
 // An owned tensor handle.
 struct Tensor {
