@@ -165,3 +165,9 @@ def raw_stream(device: int) -> int:
 def current_cuda_device() -> int:
     """The index of the current CUDA device of this thread."""
     return torch._C._cuda_getDevice()  # type: ignore[no-any-return]
+
+
+def storage_users(t: torch.Tensor) -> int:
+    """How many tensors (and storage objects) share t's memory."""
+    storage = t.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined, no-any-return]

@@ -50,7 +50,7 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     program.build_stats = Stats(len(sources), len(kernels))
     if config.cuda_graphs and not config.interpret:
         from dicp.vendor.cuda_graph.graphs import capturing
-        return capturing(call, program)
+        return capturing(call, program, raise_checks=runner.raise_checks)
     return call
 
 
@@ -104,6 +104,7 @@ class DeviceRunner(Runner):
         self.sources, self.kernels, self.interpret = sources, kernels, config.interpret
         self.views: dict[torch.dtype, str] = {}
         self.checks = list(self.lowered.checks)
+        self.raise_checks: Callable[[], None] | None = None
         self.globals |= {"window": compat.window, "raw_stream": compat.raw_stream,
                          "empty": torch.empty, "empty_strided": torch.empty_strided}
 
@@ -130,7 +131,8 @@ class DeviceRunner(Runner):
                 if isinstance(b, Buffer) and b.shape == ():         # a number on the host goes along with GPU tensors
                     self.lines.append(f"if not arg{k}.is_cuda: arg{k} = arg{k}.to(device, non_blocking=True)")
         if self.checks:
-            self.globals["CHECKS"] = Checks(self.checks, pinned=not self.interpret)
+            self.globals["CHECKS"] = flags = Checks(self.checks, pinned=not self.interpret)
+            self.raise_checks = flags.raise_any
             self.lines.append("CHECKS.raise_any()")
 
     def _take_arena(self) -> None:

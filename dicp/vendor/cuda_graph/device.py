@@ -24,6 +24,12 @@ def reciprocal(x):
 
 
 @triton.jit
+def neg(x):
+    """-x; Triton's own minus is 0 - x, which loses the sign of zero."""
+    return x * -1 if x.dtype.is_floating() else -x
+
+
+@triton.jit
 def absolute(x):
     return tl.abs(x)
 
@@ -154,7 +160,11 @@ def gcd(x, y):
 def lcm(x, y):
     g = gcd(x, y)
     one = tl.full([], 1, x.dtype)
-    return tl.abs(x // tl.where(g == 0, one, g) * y)
+    quotient = x // tl.where(g == 0, one, g)
+    if x.dtype.primitive_bitwidth < 32:     # the product is one of ints, as in C
+        return tl.abs(quotient.to(tl.int32) * y.to(tl.int32)).to(x.dtype)
+    else:
+        return tl.abs(quotient * y)
 
 
 @triton.jit
@@ -231,7 +241,7 @@ def digamma(x):
     fraction = x - libdevice.trunc(x)
     reflected = tl.where(below, -pi / libdevice.tan(pi * tl.where(below, fraction, 0.5)), zero)
     z = tl.where(below, 1.0 - x, x).to(x.dtype)
-    shifted = zero + z * 0
+    shifted = tl.where(z > 0, zero, zero)
     for _ in range(10):
         small = z < 10
         shifted = tl.where(small, shifted - 1.0 / tl.where(small, z, 1.0), shifted)
@@ -241,7 +251,7 @@ def digamma(x):
         4.16666666666666666667e-3 - w * (7.57575757575757575758e-3 - w * (2.10927960927960927961e-2 - w *
                                                                         8.33333333333333333333e-2))))))
     value = libdevice.log(z) - 0.5 / z - series + shifted + reflected
-    value = tl.where(x == 0, libdevice.copysign(zero + float("inf"), -x), value)
+    value = tl.where(x == 0, libdevice.copysign(zero + float("inf"), x * -1), value)
     return tl.where(pole, float("nan"), value).to(x.dtype)
 
 

@@ -109,6 +109,11 @@ def _moments(mean: Any, m2: Any, n: Any) -> tuple[Any, Any]:
     return _tensor(centre.astype(kind), mean.dtype), _tensor(spread.astype(kind), mean.dtype)
 
 
+def _cumulative_sum(data: Any, axis: int) -> Any:
+    """In float64: as exact as the tree of additions that a GPU makes, or more."""
+    return np.cumsum(data, axis=axis, dtype=np.float64 if data.dtype == np.float32 else None)
+
+
 def _log_cum_sum_exp(data: Any, axis: int) -> Any:
     return torch.logcumsumexp(torch.from_numpy(np.ascontiguousarray(data)), axis).numpy()
 
@@ -117,7 +122,7 @@ def _rows() -> dict[str, Callable[..., Any]]:
     return {
         "row_sum": _reduce(np.sum), "row_prod": _reduce(np.prod), "row_max": _reduce(np.max), "row_min": _reduce(np.min),
         "row_argmax": _position(np.max), "row_argmin": _position(np.min), "row_moments": _moments,
-        "scan_sum": _scan(np.cumsum), "scan_prod": _scan(np.cumprod),
+        "scan_sum": _scan(_cumulative_sum), "scan_prod": _scan(np.cumprod),
         "scan_max": _scan(np.maximum.accumulate), "scan_min": _scan(np.minimum.accumulate),
         "scan_logsumexp": _scan(_log_cum_sum_exp),
         "scan_argmax": _scan_position(True), "scan_argmin": _scan_position(False),

@@ -207,8 +207,8 @@ class ExpressionWriter:
         if sign is not None:
             return f" {sign} ".join(self._operand(a, operands, scope, mask) for a in operands)
         args = [self.write(a, scope, mask) for a in operands]
-        if x.op == "neg":
-            return f"-{args[0]}"
+        if x.op == "bnot" and x.dtype == torch.uint8:
+            return f"{args[0]} ^ {typed(255, torch.uint8)}"
         if x.op in ("lnot", "bnot"):
             return f"{args[0]} == 0" if booleans else f"~{args[0]}"
         if x.op == "where":

@@ -1,0 +1,226 @@
+"""Whole programs as CUDA graphs (mode="reduce-overhead"): one replay instead of many launches.
+
+The first call with given sizes runs directly, the second is captured, later ones replay. What could go wrong, and what
+is done about it:
+    inputs move       those whose address differed between the two calls are copied into static memory before a replay,
+                      the others (weights) are read in place; one that moves later becomes a copied one, by a new capture
+    mutated inputs    a copied one is copied back after the replay
+    outputs in use    results live in the graph's memory; while the caller still holds those of the last replay, another
+                      instance replays (at most INSTANCES), and after that the program runs directly: never overwritten
+    random numbers    torch's default generator is registered with the graph: each replay draws afresh
+    streams, threads  captures are kept per device and stream; a call holds the program's lock
+    no capture        reads of sizes from data, objects that are no tensors, calls that synchronise: logged once, run directly
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dicp import compat
+from dicp.ir import index as ix
+from dicp.runtime.program import Program
+from dicp.schedule.defs import Buffer, Raw
+from dicp.schedule.kernels import Launch
+
+log = logging.getLogger("dicp")
+
+INSTANCES = 2       # captures of the same sizes: results of one may be held while the other replays
+MAX_SIZES = 16      # distinct sizes captured per program
+MAX_RECAPTURES = 4  # captures again because an input moved, before all inputs are copied
+
+Call = Callable[[list[Any]], Any]
+
+
+class CudaBackend:
+    """What capturing needs of torch.cuda; tests put a stand-in here."""
+
+    def place(self, device: torch.device) -> tuple[int, int]:
+        """The device's index and its current stream."""
+        index = device.index if device.index is not None else compat.current_cuda_device()
+        return index, compat.raw_stream(index)
+
+    def capturing(self) -> bool:
+        """Whether the caller is capturing a graph of his own."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        """(replay, results) of a function's launches. Raises RuntimeError where it does what a graph cannot hold."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            results = run()
+        return graph.replay, results
+
+    def users(self, t: torch.Tensor) -> int:
+        """Tensors that share t's memory."""
+        return compat.storage_users(t)
+
+
+@dataclass
+class Instance:
+    """One capture: how to replay it, the static memory of copied inputs, and its results."""
+
+    replay: Callable[[], None]
+    static: dict[int, torch.Tensor]
+    results: Any
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)           # users of each result when nobody holds it
+
+
+@dataclass
+class Sizes:
+    """What is known of calls with one set of sizes on one stream."""
+
+    addresses: list[int]
+    copied: set[int]
+    pool: Any
+    instances: list[Instance] = field(default_factory=list)
+    recaptures: int = 0
+
+
+def capturing(call: Call, program: Program, backend: Any = None, raise_checks: Callable[[], None] | None = None) -> Call:
+    """The program's function, replayed as a CUDA graph from its third call on; or itself, when that cannot be."""
+    problem = obstacle(program)
+    if problem is not None:
+        log.warning("%s runs without a CUDA graph: %s", program.name, problem)
+        return call
+    graphed = Graphed(call, program, backend or CudaBackend(), raise_checks)
+
+    def run(args: list[Any]) -> Any:
+        return graphed(args)
+    run._boxed_call = True  # type: ignore[attr-defined]
+    run.graphed = graphed  # type: ignore[attr-defined]
+    return run
+
+
+def obstacle(program: Program) -> str | None:
+    """Why a program cannot be captured, or None."""
+    for bound in program.lowered.inputs:
+        if isinstance(bound, Raw):
+            return f"input {bound.name} is not a plain tensor"
+    for call in program.externs:
+        if any(isinstance(r, ix.Poly) for r in call.results):
+            return f"{call.node.target} gives a size that depends on data ({call.note})"
+        if any(isinstance(r, Raw) for r in call.results):
+            return f"{call.node.target} gives something that is not a plain tensor ({call.note})"
+    if not program.items:
+        return "there is nothing to launch"
+    return None
+
+
+def mutated_inputs(program: Program) -> set[int]:
+    """Positions of the inputs that the program writes."""
+    written = {program.plan.find(n) for item in program.items if isinstance(item, Launch) for n in item.writes}
+    return {k for k, b in enumerate(program.lowered.inputs) if isinstance(b, Buffer) and b.name in written}
+
+
+class Graphed:
+    """See the head of this file."""
+
+    def __init__(self, call: Call, program: Program, backend: Any, raise_checks: Callable[[], None] | None) -> None:
+        self.call, self.program, self.backend, self.raise_checks = call, program, backend, raise_checks
+        self.mutated = mutated_inputs(program)
+        self.sizes: dict[Any, Sizes] = {}
+        self.pools: dict[tuple[int, int], Any] = {}
+        self.stopped: str | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self.stopped is not None or self.backend.capturing():
+            return self.call(args)
+        with self.lock:
+            return self._call(args)
+
+    def _call(self, args: list[Any]) -> Any:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if not tensors:
+            return self.call(args)
+        anchor = max(tensors, key=lambda t: (t.device.type != "cpu", t.dim()))
+        place = self.backend.place(anchor.device)
+        key = (place, tuple((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args))
+        known = self.sizes.get(key)
+        if known is None:
+            if len(self.sizes) >= MAX_SIZES:
+                return self.call(args)
+            pool = self.pools.setdefault(place, None) or self.backend.pool()
+            self.pools[place] = pool
+            moving = {k for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.device != anchor.device}
+            self.sizes[key] = Sizes(_addresses(args), moving, pool)
+            return self.call(args)
+        moved = {k for k, (a, b) in enumerate(zip(_addresses(args), known.addresses, strict=True)) if a != b}
+        if not moved <= known.copied:
+            self._copy_from_now_on(known, moved)
+        instance = self._idle_instance(known) or self._capture(known, args, anchor.device)
+        if instance is None:
+            return self.call(args)
+        return self._replay(instance, known, args)
+
+    def _copy_from_now_on(self, known: Sizes, moved: set[int]) -> None:
+        known.copied |= moved
+        known.recaptures += bool(known.instances)
+        known.instances.clear()
+        if known.recaptures > MAX_RECAPTURES:
+            known.copied |= set(range(len(known.addresses)))
+
+    def _idle_instance(self, known: Sizes) -> Instance | None:
+        for instance in known.instances:
+            if [self.backend.users(t) for t in instance.tensors] == instance.idle:
+                return instance
+        return None
+
+    def _capture(self, known: Sizes, args: list[Any], device: torch.device) -> Instance | None:
+        if len(known.instances) >= INSTANCES:
+            return None
+        static = {k: torch.empty_strided(args[k].shape, args[k].stride(), dtype=args[k].dtype, device=device)
+                  for k in known.copied if isinstance(args[k], torch.Tensor)}
+        for k, t in static.items():
+            t.copy_(args[k])
+        given = [static.get(k, a) for k, a in enumerate(args)]
+        try:
+            replay, results = self.backend.capture(lambda: self.call(list(given)), known.pool)
+        except RuntimeError as e:
+            self.stopped = str(e).splitlines()[0]
+            log.warning("%s runs without a CUDA graph: the capture failed: %s", self.program.name, self.stopped)
+            self.sizes.clear()
+            return None
+        known.instances.append(Instance(replay, static, results))
+        made = known.instances[-1]
+        inputs = {id(a) for a in given}
+        made.tensors = [t for t in _flat(results) if isinstance(t, torch.Tensor) and id(t) not in inputs]
+        made.idle = [self.backend.users(t) for t in made.tensors]
+        return made
+
+    def _replay(self, instance: Instance, known: Sizes, args: list[Any]) -> Any:
+        if self.raise_checks is not None:
+            self.raise_checks()
+        for k, t in instance.static.items():
+            t.copy_(args[k], non_blocking=True)
+        instance.replay()
+        for k in self.mutated & set(instance.static):
+            args[k].copy_(instance.static[k], non_blocking=True)
+        back = {id(t): args[k] for k, t in instance.static.items()}
+        args.clear()
+        return tuple(self._hand_out(r, back) for r in instance.results)
+
+    def _hand_out(self, result: Any, back: dict[int, Any]) -> Any:
+        """A result as the caller gets it: an input is his own, anything else a new tensor on the graph's memory."""
+        if not isinstance(result, torch.Tensor):
+            return result
+        return back[id(result)] if id(result) in back else result.detach()
+
+
+def _addresses(args: list[Any]) -> list[int]:
+    return [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+
+
+def _flat(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (list, tuple)) else [results]
