@@ -1,7 +1,7 @@
 """The meaning of scalar expressions: an interpreter over torch tensors, the reference for all generated code.
 
-Each loop variable is an integer tensor (shaped to broadcast against the others), so one call evaluates an expression
-at every point of an iteration space.
+Each loop variable is an integer tensor, shaped to broadcast against the others: one call evaluates an
+expression at every point of an iteration space.
 """
 
 from __future__ import annotations
@@ -23,33 +23,42 @@ Mask = tuple[Expr, ...]
 Key = tuple[Expr, Mask]
 
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    name: getattr(torch, name) for name in """neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin
-    cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc isnan
-    isinf signbit""".split()
+    name: getattr(torch, name)
+    for name in """neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin
+    cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc
+    isnan     isinf signbit""".split()
 } | {"round_even": torch.round, "lnot": torch.logical_not, "bnot": torch.bitwise_not}
 
 BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    name: getattr(torch, name) for name in """add sub mul div remainder fmod pow atan2 hypot copysign nextafter minimum
+    name: getattr(torch, name)
+    for name in """add sub mul div remainder fmod pow atan2 hypot copysign nextafter minimum
     maximum fmin fmax lt le gt ge eq ne gcd lcm""".split()
 } | {
     "div_trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
     "div_floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
-    "land": torch.logical_and, "lor": torch.logical_or, "lxor": torch.logical_xor,
-    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
-    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
+    "land": torch.logical_and,
+    "lor": torch.logical_or,
+    "lxor": torch.logical_xor,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+    "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift,
 }
 
 
 def evaluate(expr: Expr, env: Env, load: Load, ref: Ref | None = None) -> torch.Tensor:
     """Value of an expression.
 
-    env gives each loop variable and size symbol (int or int64 tensor); load(name, index) reads a buffer at a flat index
-    tensor, or at a tuple of them for `at`; ref gives named scalars and results of earlier statements.
+    env gives each loop variable and size symbol (int or int64 tensor); load(name, index) reads a buffer at a
+    flat index tensor, or at a tuple of them for `at`; ref gives named scalars, and earlier statements' results.
     """
     return evaluate_all((expr,), env, load, ref)[0]
 
 
-def evaluate_all(exprs: tuple[Expr, ...], env: Env, load: Load, ref: Ref | None = None) -> tuple[torch.Tensor, ...]:
+def evaluate_all(
+    exprs: tuple[Expr, ...], env: Env, load: Load, ref: Ref | None = None
+) -> tuple[torch.Tensor, ...]:
     """Values of several expressions, each shared part computed once."""
     done: dict[Key, torch.Tensor] = {}
     stack: list[tuple[Key, bool]] = [((x, ()), False) for x in reversed(exprs)]
@@ -91,7 +100,7 @@ def _apply(key: Key, done: dict[Key, torch.Tensor], env: Env, load: Load, ref: R
         return torch.where(done[cond, mask], done[value, (*mask, cond)], done[other, mask])
     args = [done[a, mask] for a in x.args if isinstance(a, Expr)]
     if x.op == "check":
-        return _checked(x, *args, _live(mask, done))
+        return _checked(x, args[0], args[1], _live(mask, done))
     if x.op == "cast":
         return args[0].to(x.dtype)
     if x.op == "round":
@@ -134,7 +143,7 @@ def _live(mask: Mask, done: dict[Key, torch.Tensor]) -> torch.Tensor:
 
 
 def _checked(x: Expr, position: torch.Tensor, size: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """A run-time index, counted from the end when negative (and `wrap` is set). Raises IndexError out of range."""
+    """A run-time index, counted from the end when negative if `wrap`. Raises IndexError out of range."""
     wrap, number = x.args[2:]
     if wrap:
         position = torch.where(position < 0, position + size, position)

@@ -1,7 +1,7 @@
 """Which aten ops AOTAutograd takes apart before we see them, and into what.
 
-The set is torch's own core decompositions, plus the few of EXTRA, minus what the op table lowers directly, minus the
-ops libraries serve, minus what the vendor keeps. torch's tables are read, never changed.
+The set is torch's own core decompositions, plus the few of EXTRA, minus what the op table lowers directly,
+minus the ops libraries serve, minus what the vendor keeps. torch's tables are read, never changed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ Decomposition = Callable[..., Any]
 
 # Registered in torch, outside its core set: taken apart here because the parts fuse.
 EXTRA = """addmv lift lift_fresh native_batch_norm _native_batch_norm_legit _batch_norm_with_update
-    _batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward grid_sampler_2d upsample_bicubic2d
-    upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_nearest1d upsample_nearest2d upsample_nearest3d
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa
-    _upsample_bicubic2d_aa rrelu_with_noise_backward ldexp dist meshgrid tril_indices triu_indices narrow_copy
-    unbind_copy pairwise_distance pdist selu prelu relu6 var std var_mean std_mean special_ndtr special_erfcx
-    view_copy permute_copy""".split()
+    _batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward grid_sampler_2d
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa rrelu_with_noise_backward
+    ldexp dist meshgrid tril_indices triu_indices narrow_copy unbind_copy pairwise_distance pdist selu
+    prelu relu6 var std var_mean std_mean special_ndtr special_erfcx view_copy permute_copy""".split()
 
 
-def decomposition_table(keep: Callable[[OpOverload], bool] = lambda op: False) -> dict[OpOverload, Decomposition]:
+def decomposition_table(
+    keep: Callable[[OpOverload], bool] = lambda op: False,
+) -> dict[OpOverload, Decomposition]:
     """The decompositions to hand to AOTAutograd. `keep`: ops that the vendor takes whole."""
     rows, core = table(), compat.core_decompositions()
     out: dict[OpOverload, Decomposition] = {}

@@ -1,11 +1,12 @@
 """An eager Builder for tests: every value a rule makes is evaluated at once, by interpreting its expressions.
 
-`run(graph_module, inputs)` executes an FX graph of aten ops through the rules of the op table, and by eager calls of the
-ops that have none.
+`run(graph_module, inputs)` executes an FX graph of aten ops through the rules of the op table, and by eager
+calls of the ops that have none.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -93,7 +94,9 @@ class Reference:
             (*grid.sizes[0], *([0] if 0 in grid.sizes[1] else [_count(grid.sizes[1])])))
         return self.input(_REDUCE[kind](flat).to(dtype), shape)
 
-    def welford(self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]) -> tuple[Value, Value]:
+    def welford(
+        self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]
+    ) -> tuple[Value, Value]:
         grid = self._grid((shape, extent))
         data = self._compute(grid, (fn(*grid.indices),))[0].reshape((*grid.sizes[0], _count(grid.sizes[1])))
         mean = data.mean(-1)
@@ -129,7 +132,9 @@ class Reference:
         return self.input(flat.reshape(out.shape).to(base.dtype), base.shape)
 
     def indirect(self, position: Expr, size: Index, what: str, wrap: bool = True) -> Index:
-        checked = Expr("check", (ex.cast(position, torch.int64), ex.index_value(size), int(wrap), 0), torch.int64)
+        checked = Expr(
+            "check", (ex.cast(position, torch.int64), ex.index_value(size), int(wrap), 0), torch.int64
+        )
         return ix.of(ix.Opaque(checked, size))
 
 
@@ -156,7 +161,7 @@ class _Grid:
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    return int(ix.product(shape))
+    return math.prod(shape)
 
 
 def _argbest(pick: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -177,7 +182,11 @@ _SCAN: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "logsumexp": lambda x, d: torch.logcumsumexp(x, d),
 }
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "set": lambda old, new: new, "add": torch.add, "mul": torch.mul, "max": torch.maximum, "min": torch.minimum,
+    "set": lambda old, new: new,
+    "add": torch.add,
+    "mul": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
 }
 
 
@@ -202,14 +211,18 @@ def _from_sympy(x: Any) -> Index:
     raise Declined(f"symbolic size {x}")
 
 
-def run(g: torch.fx.GraphModule, inputs: list[Any], rows: Mapping[Any, Row] | None = None) -> tuple[Any, set[str]]:
+def run(
+    g: torch.fx.GraphModule, inputs: list[Any], rows: Mapping[Any, Row] | None = None
+) -> tuple[Any, set[str]]:
     """Results of a graph on tensors and sizes, and the ops that ran by eager calls, with the reason."""
     rows = table() if rows is None else rows
     b = Reference()
     env: dict[torch.fx.Node, Any] = {}
     for node, given in zip([n for n in g.graph.nodes if n.op == "placeholder"], inputs, strict=True):
         _bind_sizes(b, node, given)
-        env[node] = b.input(given, b.meta(node)[0]) if isinstance(given, torch.Tensor) else b.index(node.meta["val"])
+        env[node] = (
+            b.input(given, b.meta(node)[0]) if isinstance(given, torch.Tensor) else b.index(node.meta["val"])
+        )
     for node in g.graph.nodes:
         if node.op == "output":
             return torch.fx.map_arg(node.args[0], lambda n: _result(b, env[n])), b.externs

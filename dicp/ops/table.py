@@ -1,7 +1,7 @@
 """The op table: what each aten operator is, declared once for every consumer.
 
-A `Row` names an operator, its overloads, its kind, and how it becomes values: an elementwise row by the scalar `body`
-of one element, any other row by a `rule`. Rows without a rule are left to the vendor's libraries.
+A `Row` names an operator, its overloads, its kind, and how it becomes values: an elementwise row by the
+scalar `body` of one element, any other row by a `rule`. Rows without a rule are left to the vendor's libraries.
 
     elementwise("relu", aten.relu.default, body=lambda x: maximum(x, 0))
     row("permute", aten.permute.default, kind="view", rule=permute)
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import torch
 from torch._ops import OpOverload
@@ -21,21 +21,21 @@ from torch.utils._pytree import tree_leaves
 from dicp.ir.expr import COMPUTE_DTYPES, compute_dtype
 from dicp.ir.value import Builder, Value
 
-Kind = Literal["elementwise", "reduction", "scan", "view", "index", "factory", "contraction", "random", "composite",
-               "collective", "library"]
+Kind = Literal["elementwise", "reduction", "scan", "view", "index", "factory", "contraction", "random",
+               "composite", "collective", "library"]
 Promote = Literal["DEFAULT", "INT_TO_FLOAT", "ALWAYS_BOOL", "BOOL_TO_LONG", "NONE"]
-Result = Union[Value, tuple[Value, ...]]
+Result = Value | tuple[Value, ...]
 Rule = Callable[..., Result]
 Body = Callable[..., Any]
 
 
 class Declined(Exception):
-    """A rule's answer that this use of its op is not expressible; the message says why. The op becomes extern."""
+    """A rule's answer that it cannot express this use of its op, and why. The op becomes extern."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One operator. `promote` names the dtype promotion of torch._prims_common ("NONE": operands stay as they are)."""
+    """One operator. `promote`: the dtype promotion, as torch._prims_common names it; "NONE" casts nothing."""
 
     name: str
     overloads: tuple[OpOverload, ...]
@@ -44,7 +44,9 @@ class Row:
     body: Body | None = None
     promote: Promote = "DEFAULT"
 
-    def lower(self, builder: Builder, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    def lower(
+        self, builder: Builder, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Result:
         """The op's results as values. Tensor arguments are Values, integers Index.
 
         Raises Declined when this use has no rule.
@@ -64,7 +66,7 @@ def expressible(dtype: torch.dtype) -> bool:
 
 def elementwise(name: str, *overloads: OpOverload, body: Body, promote: Promote = "DEFAULT",
                 stepped: bool = False) -> Row:
-    """A row whose result element is `body` of the operands' elements, cast to the dtype that torch computes in.
+    """A row whose result element is `body` of the operands' elements, cast to the dtype torch computes in.
 
     stepped: operands are rounded to their low-precision dtype first, because the result jumps.
     """
@@ -96,8 +98,21 @@ def rows() -> Iterator[Row]:
         views,
     )
 
-    for module in (arithmetic, analysis, special, activations, views, factories, reductions, scans, normalization, indexing,
-                   joining, pooling, libraries):
+    for module in (
+        arithmetic,
+        analysis,
+        special,
+        activations,
+        views,
+        factories,
+        reductions,
+        scans,
+        normalization,
+        indexing,
+        joining,
+        pooling,
+        libraries,
+    ):
         yield from module.rows()
 
 

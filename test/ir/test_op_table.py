@@ -59,7 +59,9 @@ def samples(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
     """Special values, then random ones."""
     g = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
-        x = torch.cat([torch.tensor(SPECIAL, dtype=torch.float64), torch.randn(count, generator=g, dtype=torch.float64)])
+        x = torch.cat(
+            [torch.tensor(SPECIAL, dtype=torch.float64), torch.randn(count, generator=g, dtype=torch.float64)]
+        )
         return x[torch.randperm(len(x), generator=g)][:count].to(dtype)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=g).bool()
@@ -81,9 +83,14 @@ SETTINGS: dict[str, list[Any]] = {
 }
 # Where eager disagrees with itself (between dtypes, or between the vector body of a loop and its tail).
 UNLIKE_ITSELF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": torch.isfinite, "gelu_backward": torch.isfinite, "pow": torch.isfinite,
-    "hardswish_backward": torch.isfinite, "hardtanh_backward": torch.isfinite, "logit_backward": lambda x: x.isfinite() & (x != 0),
-    "softshrink_backward": torch.isfinite, "hardshrink_backward": torch.isfinite,
+    "gelu": torch.isfinite,
+    "gelu_backward": torch.isfinite,
+    "pow": torch.isfinite,
+    "hardswish_backward": torch.isfinite,
+    "hardtanh_backward": torch.isfinite,
+    "logit_backward": lambda x: x.isfinite() & (x != 0),
+    "softshrink_backward": torch.isfinite,
+    "hardshrink_backward": torch.isfinite,
 }
 NUMBERS = [2, 0.5, 3, True]
 
@@ -119,11 +126,17 @@ def calls(op: OpOverload, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[lis
 
 
 class TestElementwise:
-    @pytest.mark.parametrize("row,op", elementwise_rows(), ids=lambda x: str(x) if isinstance(x, OpOverload) else "")
+    @pytest.mark.parametrize(
+        "row,op", elementwise_rows(), ids=lambda x: str(x) if isinstance(x, OpOverload) else ""
+    )
     def test_body_agrees_with_eager(self, row: Row, op: OpOverload) -> None:
         ran = 0
-        kinds = [(d,) for d in FLOATS + INTEGERS] + [(torch.float32, torch.int64), (torch.int32, torch.bfloat16),
-                                                     (torch.uint8, torch.int16), (torch.bfloat16, torch.float32)]
+        kinds = [(d,) for d in FLOATS + INTEGERS] + [
+            (torch.float32, torch.int64),
+            (torch.int32, torch.bfloat16),
+            (torch.uint8, torch.int16),
+            (torch.bfloat16, torch.float32),
+        ]
         for dtypes in kinds:
             for args, kwargs in calls(op, dtypes):
                 try:
@@ -134,9 +147,11 @@ class TestElementwise:
                     actual, expected = lowered(op, *args, **kwargs)
                 except Declined:
                     continue
-                low = any(isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) for a in args)
+                low = any(
+                    isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) for a in args
+                )
                 if low and kwargs.get("rounding_mode"):
-                    continue                        # eager rounds the quotient to bfloat16 before it drops the fraction
+                    continue  # eager rounds the quotient to bfloat16 before it drops the fraction
                 try:
                     assert_same(actual, expected, **({"rtol": 0.02, "atol": 0.02} if low else {}))
                 except AssertionError as e:
@@ -158,7 +173,8 @@ VIEWS: list[Case] = [
     (aten.view.default, (f(1), [])), (aten.reshape.default, (f(3, 4).t(), [2, 6])),
     (aten.permute.default, (f(2, 3, 4), [2, 0, -2])), (aten.transpose.int, (f(2, 3, 4), -1, 0)),
     (aten.t.default, (f(2, 3),)), (aten.t.default, (f(4),)), (aten.expand.default, (f(3, 1), [2, -1, 5])),
-    (aten.squeeze.dim, (f(2, 1, 3), 1)), (aten.squeeze.default, (f(1, 2, 1),)), (aten.squeeze.dims, (f(1, 2, 1), [0])),
+    (aten.squeeze.dim, (f(2, 1, 3), 1)), (aten.squeeze.default, (f(1, 2, 1),)),
+    (aten.squeeze.dims, (f(1, 2, 1), [0])),
     (aten.unsqueeze.default, (f(2, 3), -1)), (aten.select.int, (f(2, 3, 4), -2, -1)),
     (aten.slice.Tensor, (f(7, 3), 0, 1, 6, 2)), (aten.slice.Tensor, (f(7, 3), 0, -5, 2**63 - 1)),
     (aten.slice.Tensor, (f(7, 3), 1, -9, 99)), (aten.slice.Tensor, (f(7, 3), 0, 5, 2)),
@@ -167,23 +183,30 @@ VIEWS: list[Case] = [
     (aten.as_strided.default, (f(4, 4), [2, 3], [4, 2], 1)), (aten.diagonal.default, (f(3, 4, 5), 1, 1, -1)),
     (aten.diagonal.default, (f(3, 4), -1)), (aten.unfold.default, (f(7, 2), 0, 3, 2)),
     (aten.movedim.int, (f(2, 3, 4), 0, 2)), (aten.movedim.intlist, (f(2, 3, 4), [0, 1], [2, 0])),
-    (aten.flip.default, (f(2, 3, 4), [0, -1])), (aten.flip.default, (f(), [])), (aten.roll.default, (f(3, 4), [1], [1])),
+    (aten.flip.default, (f(2, 3, 4), [0, -1])), (aten.flip.default, (f(), [])),
+    (aten.roll.default, (f(3, 4), [1], [1])),
     (aten.roll.default, (f(3, 4), [5])), (aten.roll.default, (f(3, 4), [-1, 6], [0, 1])),
     (aten.repeat.default, (f(2, 3), [2, 1, 2])), (aten.repeat.default, (f(2, 3), [0, 1])),
     (aten.select_scatter.default, (f(3, 4), f(3) * 9, 1, -2)),
     (aten.slice_scatter.default, (f(7, 2), f(3, 2) * 9, 0, 1, 7, 2)),
-    (aten.slice_scatter.default, (f(7, 2), f(7, 2) * 9)), (aten.slice_scatter.default, (f(7, 2), f(2, 2) * 9, 0, 4, 6)),
-    (aten.diagonal_scatter.default, (f(3, 4), f(2) * 9, -1)), (aten.diagonal_scatter.default, (f(3, 4), f(3) * 9, 1)),
+    (aten.slice_scatter.default, (f(7, 2), f(7, 2) * 9)),
+    (aten.slice_scatter.default, (f(7, 2), f(2, 2) * 9, 0, 4, 6)),
+    (aten.diagonal_scatter.default, (f(3, 4), f(2) * 9, -1)),
+    (aten.diagonal_scatter.default, (f(3, 4), f(3) * 9, 1)),
     (aten.clone.default, (f(2, 3),)),
 ]
 
 
 FACTORIES: list[Case] = [
     (aten.full.default, ([2, 3], 1.5)), (aten.full.default, ([], True)), (aten.full_like.default, (f(2), 3)),
-    (aten.new_full.default, (f(2), [3], 4)), (aten.scalar_tensor.default, (2.5,)), (aten.ones.default, ([2],)),
-    (aten.zeros_like.default, (f(2, 2),)), (aten.new_zeros.default, (f(2), [0, 2])), (aten.arange.default, (5,)),
-    (aten.arange.start, (2, 7)), (aten.arange.start_step, (1, 9, 3)), (aten.arange.start_step, (0.0, 1.0, 0.3)),
-    (aten.arange.start_step, (5, 0, -2)), (aten.linspace.default, (0, 1, 7)), (aten.linspace.default, (3.0, -2.0, 1)),
+    (aten.new_full.default, (f(2), [3], 4)), (aten.scalar_tensor.default, (2.5,)),
+    (aten.ones.default, ([2],)),
+    (aten.zeros_like.default, (f(2, 2),)), (aten.new_zeros.default, (f(2), [0, 2])),
+    (aten.arange.default, (5,)),
+    (aten.arange.start, (2, 7)), (aten.arange.start_step, (1, 9, 3)),
+    (aten.arange.start_step, (0.0, 1.0, 0.3)),
+    (aten.arange.start_step, (5, 0, -2)), (aten.linspace.default, (0, 1, 7)),
+    (aten.linspace.default, (3.0, -2.0, 1)),
     (aten.eye.default, (3,)), (aten.eye.m, (2, 4)), (aten.tril.default, (f(3, 4),)),
     (aten.triu.default, (f(2, 3, 4), -1)), (aten.tril.default, (f(3, 4), 1)),
 ]
@@ -192,22 +215,30 @@ x34, ints = f(2, 3, 4) / 5, torch.tensor([[3, -1, 3], [0, 7, 7]])
 holes = torch.tensor([[1.0, math.nan, 3.0], [math.inf, -math.inf, 2.0]])
 truths = torch.tensor([[True, False], [True, True]])
 REDUCTIONS: list[Case] = [
-    (aten.sum.default, (x34,)), (aten.sum.dim_IntList, (x34, [0, -1])), (aten.sum.dim_IntList, (x34, [], True)),
-    (aten.sum.default, (truths,)), (aten.sum.dim_IntList, (ints.int(), [1], True)), (aten.sum.default, (f(),)),
+    (aten.sum.default, (x34,)), (aten.sum.dim_IntList, (x34, [0, -1])),
+    (aten.sum.dim_IntList, (x34, [], True)),
+    (aten.sum.default, (truths,)), (aten.sum.dim_IntList, (ints.int(), [1], True)),
+    (aten.sum.default, (f(),)),
     (aten.sum.dim_IntList, (f(0, 3), [0])), (aten.mean.default, (x34,)), (aten.mean.dim, (x34, [1], True)),
-    (aten.mean.dim, (x34.bfloat16(), [1, 2])), (aten.prod.default, (x34 + 2,)), (aten.prod.dim_int, (ints, 1)),
-    (aten.amax.default, (holes, [1])), (aten.amin.default, (x34, [0, 2], True)), (aten.amax.default, (truths, [0])),
+    (aten.mean.dim, (x34.bfloat16(), [1, 2])), (aten.prod.default, (x34 + 2,)),
+    (aten.prod.dim_int, (ints, 1)),
+    (aten.amax.default, (holes, [1])), (aten.amin.default, (x34, [0, 2], True)),
+    (aten.amax.default, (truths, [0])),
     (aten.max.default, (ints,)), (aten.min.default, (holes,)), (aten.max.dim, (ints, 1)),
     (aten.min.dim, (holes, 0, True)), (aten.max.dim, (f(), 0)), (aten.argmax.default, (ints,)),
-    (aten.argmax.default, (ints, 1, True)), (aten.argmax.default, (holes, 0)), (aten.argmin.default, (x34, None, True)),
+    (aten.argmax.default, (ints, 1, True)), (aten.argmax.default, (holes, 0)),
+    (aten.argmin.default, (x34, None, True)),
     (aten.argmax.default, (f(), 0)), (aten.any.default, (truths,)), (aten.any.dim, (ints, 0)),
     (aten.all.dims, (x34, [0, 1], True)), (aten.all.default, (f(0),)), (aten.any.default, (ints.byte(),)),
     (aten.linalg_vector_norm.default, (x34,)), (aten.linalg_vector_norm.default, (x34, 1, [0], True)),
-    (aten.linalg_vector_norm.default, (x34, math.inf, [1, 2])), (aten.linalg_vector_norm.default, (x34, 3.0, [-1])),
-    (aten.linalg_vector_norm.default, (x34, 0, [0])), (aten.linalg_vector_norm.default, (x34, -math.inf, [0])),
+    (aten.linalg_vector_norm.default, (x34, math.inf, [1, 2])),
+    (aten.linalg_vector_norm.default, (x34, 3.0, [-1])),
+    (aten.linalg_vector_norm.default, (x34, 0, [0])),
+    (aten.linalg_vector_norm.default, (x34, -math.inf, [0])),
     (aten.cumsum.default, (x34, 1)), (aten.cumsum.default, (ints.int(), -1)), (aten.cumsum.default, (f(), 0)),
     (aten.cumprod.default, (x34, 2)), (aten.logcumsumexp.default, (x34, 0)), (aten.cummax.default, (ints, 1)),
-    (aten.cummin.default, (holes, 1)), (aten._softmax.default, (x34, 1, False)), (aten._softmax.default, (f(), 0, False)),
+    (aten.cummin.default, (holes, 1)), (aten._softmax.default, (x34, 1, False)),
+    (aten._softmax.default, (f(), 0, False)),
     (aten._softmax.default, (x34.bfloat16(), -1, False)), (aten._log_softmax.default, (x34, 2, False)),
     (aten._softmax_backward_data.default, (x34, x34.softmax(1), 1, torch.float32)),
     (aten._log_softmax_backward_data.default, (x34, x34.log_softmax(1), 1, torch.float32)),
@@ -231,7 +262,8 @@ INDEXING: list[Case] = [
     (aten.embedding_dense_backward.default, (f(2, 2, 3), i22.abs(), 5, 1, False)),
     (aten.gather.default, (f(3, 4), 1, g23)), (aten.gather.default, (f(), 0, torch.tensor(0))),
     (aten.take.default, (f(3, 4), i22)), (aten.index.Tensor, (f(3, 4), [i22])),
-    (aten.index.Tensor, (f(3, 4, 5), [None, i22, i3[:2]])), (aten.index.Tensor, (f(3, 4, 5), [i22, None, i3[:2]])),
+    (aten.index.Tensor, (f(3, 4, 5), [None, i22, i3[:2]])),
+    (aten.index.Tensor, (f(3, 4, 5), [i22, None, i3[:2]])),
     (aten.index.Tensor, (f(3, 4, 5), [None, None, i3])), (aten.index.Tensor, (f(3), [torch.tensor(1)])),
     (aten._unsafe_masked_index.default, (f(3, 4), mask23, [g23, i3 + 7 * (i3 > 9)], 5.0)),
     (aten._unsafe_masked_index_put_accumulate.default, (f(3, 4), mask23, [g23, i3], f(2, 3))),
@@ -247,17 +279,23 @@ INDEXING: list[Case] = [
     (aten.scatter.reduce, (f(3, 4), 1, g23, f(3, 4))), (aten.scatter_add.default, (f(3, 4), 1, g23, f(2, 3))),
     (aten.scatter_add.default, (f(), 0, torch.tensor([0]), f(1))),
     (aten.scatter_add.default, (f(3, 4).bfloat16(), 0, g23, f(2, 3).bfloat16())),
-    *[(aten.scatter_reduce.two, (f(3, 4), 1, g23, f(2, 3) / 2, r)) for r in ("sum", "prod", "mean", "amax", "amin")],
+    *[(aten.scatter_reduce.two, (f(3, 4), 1, g23, f(2, 3) / 2, r))
+      for r in ("sum", "prod", "mean", "amax", "amin")],
     (aten.scatter_reduce.two, (ints, 1, g23, ints * 3 - 5, "mean")),
-    (aten.index_add.default, (f(3, 4), 1, i3, f(3, 3))), (aten.index_add.default, (f(3), 0, torch.tensor([1, 1]), f(2))),
-    (aten.index_copy.default, (f(3, 4), 0, i3, f(3, 4) * 2)), (aten.index_fill.int_Scalar, (f(3, 4), 1, i3, 8)),
+    (aten.index_add.default, (f(3, 4), 1, i3, f(3, 3))),
+    (aten.index_add.default, (f(3), 0, torch.tensor([1, 1]), f(2))),
+    (aten.index_copy.default, (f(3, 4), 0, i3, f(3, 4) * 2)),
+    (aten.index_fill.int_Scalar, (f(3, 4), 1, i3, 8)),
     (aten.index_fill.int_Tensor, (f(3, 4), 0, torch.tensor([-1]), torch.tensor(3.0))),
     (aten.index_reduce.default, (f(3, 4), 0, torch.tensor([1, 1]), f(2, 4), "amax")),
     (aten.cat.default, ([f(2, 3), f(2, 1), f(2, 0), f(2, 4)], 1)), (aten.cat.default, ([f(0), f(2, 3)], -2)),
     (aten.cat.default, ([ints, f(1, 3)],)), (aten.stack.default, ([f(2, 3), f(2, 3) * 2], -1)),
-    (aten.constant_pad_nd.default, (f(2, 3), [1, 2, 0, -1], 4)), (aten.constant_pad_nd.default, (f(3), [-1, 1])),
-    (aten.reflection_pad1d.default, (f(2, 5), [2, 4])), (aten.reflection_pad2d.default, (f(1, 4, 5), [1, 2, 3, 0])),
-    (aten.replication_pad2d.default, (f(1, 4, 5), [1, 2, 3, 0])), (aten.replication_pad1d.default, (f(2, 5), [-1, 6])),
+    (aten.constant_pad_nd.default, (f(2, 3), [1, 2, 0, -1], 4)),
+    (aten.constant_pad_nd.default, (f(3), [-1, 1])),
+    (aten.reflection_pad1d.default, (f(2, 5), [2, 4])),
+    (aten.reflection_pad2d.default, (f(1, 4, 5), [1, 2, 3, 0])),
+    (aten.replication_pad2d.default, (f(1, 4, 5), [1, 2, 3, 0])),
+    (aten.replication_pad1d.default, (f(2, 5), [-1, 6])),
     (aten.reflection_pad2d_backward.default, (f(1, 7, 8), f(1, 4, 5), [1, 2, 3, 0])),
     (aten.replication_pad1d_backward.default, (f(2, 11), f(2, 5), [2, 4])),
 ]
@@ -291,7 +329,9 @@ UNLIKE_SELF = ("sum", "prod", "mean", "amax", "amin")
 
 def label(x: Any) -> str | None:
     if isinstance(x, tuple):
-        return ",".join("x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in x)[:60]
+        return ",".join("x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else str(a) for a in x)[
+            :60
+        ]
     return str(x) if isinstance(x, OpOverload) else None
 
 
@@ -338,7 +378,9 @@ class TestRules:
     def test_max_pool_backward_agrees_with_eager(self, window: tuple[int, ...]) -> None:
         k, st, p, d = ([n] * 2 for n in window)
         y, at = aten.max_pool2d_with_indices(img, k, st, p, d)
-        assert_same(*lowered(aten.max_pool2d_with_indices_backward.default, f(*y.shape), img, k, st, p, d, False, at))
+        assert_same(
+            *lowered(aten.max_pool2d_with_indices_backward.default, f(*y.shape), img, k, st, p, d, False, at)
+        )
         y, at = aten.adaptive_max_pool2d(img, [3, 2])
         assert_same(*lowered(aten.adaptive_max_pool2d_backward.default, f(*y.shape), img, at))
 
@@ -392,7 +434,9 @@ class Compiled:
 
             return make_boxed_func(call)
 
-        self.fn = aot_function(fn, compile_graph, compile_graph, decompositions=decomposition_table(), dynamic=dynamic)
+        self.fn = aot_function(
+            fn, compile_graph, compile_graph, decompositions=decomposition_table(), dynamic=dynamic
+        )
 
     def __call__(self, *args: Any) -> Any:
         return self.fn(*args)
@@ -402,8 +446,10 @@ def with_gradients(fn: Callable[..., Any], *args: torch.Tensor) -> list[torch.Te
     """Results, then the gradients of their weighted sum."""
     leaves = [a.clone().requires_grad_(a.is_floating_point()) for a in args]
     out = [x for x in tree_flatten(fn(*leaves))[0] if isinstance(x, torch.Tensor)]
-    loss = sum(((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in out if x.requires_grad),
-               torch.zeros(()))
+    loss = sum(
+        ((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in out if x.requires_grad),
+        torch.zeros(()),
+    )
     wanted = [a for a in leaves if a.requires_grad]
     grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else []
     return [*out, *(g for g in grads if g is not None)]
@@ -417,12 +463,15 @@ GRAPHS: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
     ("group_norm", lambda x: torch.nn.functional.group_norm(x, 3), (x34,)),
     ("batch_norm", lambda x: torch.nn.functional.batch_norm(x, None, None, training=True), (img,)),
     ("cross_entropy", lambda x, t: torch.nn.functional.cross_entropy(x, t), (f(5, 7) / 9, torch.arange(5))),
-    ("views", lambda x: x.transpose(0, 1).reshape(x.shape[1], -1).unflatten(1, (x.shape[0], -1)).flip(0), (x34,)),
+    ("views", lambda x:
+     x.transpose(0, 1).reshape(x.shape[1], -1).unflatten(1, (x.shape[0], -1)).flip(0), (x34,)),
     ("slices", lambda x: torch.cat([x[:, 1:], x[:, :-1] * 2], -1).chunk(2, -1)[1], (x34,)),
-    ("rotary", lambda x: torch.cat([-x[..., x.shape[-1] // 2:], x[..., :x.shape[-1] // 2]], -1) * x.cos(), (x34,)),
+    ("rotary", lambda x:
+     torch.cat([-x[..., x.shape[-1] // 2:], x[..., :x.shape[-1] // 2]], -1) * x.cos(), (x34,)),
     ("embedding", lambda e, i: torch.nn.functional.embedding(i, e).sum(0), (f(9, 4), ints.abs())),
     ("index", lambda x, i: x[:, i, 1:].relu() + x[:, -2:, -1:], (x34, torch.tensor([1, -1]))),
-    ("causal", lambda x: x.masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), -9.0).softmax(-1), (f(2, 5, 5) / 9,)),
+    ("causal", lambda x:
+     x.masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), -9.0).softmax(-1), (f(2, 5, 5) / 9,)),
     ("pool", lambda x: torch.nn.functional.max_pool2d(x, 3, 2, 1), (img,)),
     ("mean_pool", lambda x: torch.nn.functional.adaptive_avg_pool2d(x.relu(), 1).flatten(1), (img,)),
     ("upsample", lambda x: torch.nn.functional.interpolate(x, scale_factor=2, mode="bilinear"), (img,)),
@@ -434,8 +483,9 @@ GRAPHS: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
 class TestGraphs:
     @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
     @pytest.mark.parametrize("name,fn,args", GRAPHS, ids=[g[0] for g in GRAPHS])
-    def test_gradients_agree_with_eager(self, name: str, fn: Callable[..., Any], args: tuple[torch.Tensor, ...],
-                                        dynamic: bool) -> None:
+    def test_gradients_agree_with_eager(
+        self, name: str, fn: Callable[..., Any], args: tuple[torch.Tensor, ...], dynamic: bool
+    ) -> None:
         compiled = Compiled(fn, dynamic)
         assert_same(with_gradients(compiled, *args), with_gradients(fn, *args), rtol=1e-4, atol=1e-5)
         assert not compiled.externs

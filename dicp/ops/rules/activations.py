@@ -46,7 +46,9 @@ def elu(x: Expr, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.
     return s.where(x > 0, x * scale, s.expm1(x * input_scale) * (alpha * scale))
 
 
-def elu_backward(grad: Expr, y: Expr, alpha: float, scale: float, input_scale: float, is_result: bool) -> Expr:
+def elu_backward(
+    grad: Expr, y: Expr, alpha: float, scale: float, input_scale: float, is_result: bool
+) -> Expr:
     """Gradient of elu from its input, or (is_result) from its output."""
     slope = alpha * scale
     below = (grad * input_scale * (y + slope) if is_result else
@@ -107,7 +109,9 @@ def rows() -> Iterator[Row]:
     yield elementwise("threshold_backward", aten.threshold_backward.default,
                       body=lambda grad, x, threshold: s.where(x <= threshold, 0, grad))
     yield elementwise("sigmoid", aten.sigmoid.default, body=s.sigmoid, promote="INT_TO_FLOAT")
-    yield elementwise("sigmoid_backward", aten.sigmoid_backward.default, body=lambda grad, y: grad * (1 - y) * y)
+    yield elementwise(
+        "sigmoid_backward", aten.sigmoid_backward.default, body=lambda grad, y: grad * (1 - y) * y
+    )
     yield elementwise("tanh_backward", aten.tanh_backward.default, body=lambda grad, y: grad * (1 - y * y))
     yield elementwise("gelu", aten.gelu.default, body=gelu)
     yield elementwise("gelu_backward", aten.gelu_backward.default, body=gelu_backward)
@@ -124,8 +128,11 @@ def rows() -> Iterator[Row]:
     yield elementwise("softplus", aten.softplus.default, body=softplus)
     yield elementwise("softplus_backward", aten.softplus_backward.default, body=softplus_backward)
     yield elementwise("hardtanh", aten.hardtanh.default, body=hardtanh)
-    yield elementwise("hardtanh_backward", aten.hardtanh_backward.default, body=lambda grad, x, min_val, max_val:
-                      s.where(inside(x, min_val, max_val), grad, 0))
+    yield elementwise(
+        "hardtanh_backward",
+        aten.hardtanh_backward.default,
+        body=lambda grad, x, min_val, max_val: s.where(inside(x, min_val, max_val), grad, 0),
+    )
     yield elementwise("hardsigmoid", aten.hardsigmoid.default, body=lambda x: hard_clip(x) / 6)
     yield elementwise("hardsigmoid_backward", aten.hardsigmoid_backward.default,
                       body=lambda grad, x: s.where(inside(x, -3, 3), grad / 6, 0))

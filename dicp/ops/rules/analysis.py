@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,13 @@ from dicp.ops import scalar as s
 from dicp.ops.rules.pointwise import apply_body, bind
 from dicp.ops.table import Declined, Row, elementwise, row
 
-TO_FLOAT = """sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh
-    acosh atanh erf erfc erfinv lgamma digamma""".split()
+TO_FLOAT = """sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh
+    cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma""".split()
+
+
+def on_floats(fn: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
+    """fn, which leaves integers as they are."""
+    return lambda x: fn(x) if x.dtype.is_floating_point else x
 
 
 def round_(x: Expr, decimals: int = 0) -> Expr:
@@ -62,7 +67,9 @@ def logit_backward(grad: Expr, x: Expr, eps: float | None = None) -> Expr:
 
 def entr(x: Expr) -> Expr:
     """-x * log(x); zero at zero, -inf below."""
-    return s.where(s.isnan(x), x, s.where(x > 0, -x * s.log(x), s.where(s.eq(x, 0), 0.0, s.like(-math.inf, x))))
+    return s.where(
+        s.isnan(x), x, s.where(x > 0, -x * s.log(x), s.where(s.eq(x, 0), 0.0, s.like(-math.inf, x)))
+    )
 
 
 def sinc(x: Expr) -> Expr:
@@ -82,30 +89,46 @@ def rows() -> Iterator[Row]:
     aten, prims = torch.ops.aten, torch.ops.prims
     for name in TO_FLOAT:
         also = [getattr(prims, name).default] if hasattr(prims, name) else []
-        yield elementwise(name, getattr(aten, name).default, *also, body=getattr(s, name), promote="INT_TO_FLOAT")
+        yield elementwise(
+            name, getattr(aten, name).default, *also, body=getattr(s, name), promote="INT_TO_FLOAT"
+        )
     for name in ("floor", "ceil", "trunc"):
         yield elementwise(name, getattr(aten, name).default, getattr(prims, name).default, stepped=True,
-                          body=lambda x, fn=getattr(s, name): fn(x) if x.dtype.is_floating_point else x)
+                          body=on_floats(getattr(s, name)))
     yield elementwise("round", aten.round.default, aten.round.decimals, body=round_, stepped=True)
     yield elementwise("frac", aten.frac.default, body=lambda x: x - s.trunc(x), stepped=True)
     yield elementwise("atan2", aten.atan2.default, body=s.atan2, promote="INT_TO_FLOAT")
     yield elementwise("hypot", aten.hypot.default, body=s.hypot)
-    yield elementwise("copysign", aten.copysign.Tensor, aten.copysign.Scalar, body=s.copysign, promote="INT_TO_FLOAT")
+    yield elementwise(
+        "copysign", aten.copysign.Tensor, aten.copysign.Scalar, body=s.copysign, promote="INT_TO_FLOAT"
+    )
     yield row("nextafter", aten.nextafter.default, kind="elementwise", rule=nextafter)
     yield elementwise("heaviside", aten.heaviside.default,
                       body=lambda x, values: s.where(s.eq(x, 0), values, s.cast(x > 0, values.dtype)))
     yield elementwise("xlogy", aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, body=xlogy,
                       promote="INT_TO_FLOAT")
     special = aten.special_xlog1py
-    yield elementwise("special_xlog1py", special.default, special.self_scalar, special.other_scalar, body=xlog1py,
-                      promote="INT_TO_FLOAT")
+    yield elementwise(
+        "special_xlog1py",
+        special.default,
+        special.self_scalar,
+        special.other_scalar,
+        body=xlog1py,
+        promote="INT_TO_FLOAT",
+    )
     yield elementwise("logaddexp", aten.logaddexp.default, body=logaddexp)
     yield elementwise("logaddexp2", aten.logaddexp2.default, body=logaddexp2)
-    yield elementwise("logit", aten.logit.default, aten.special_logit.default, body=logit, promote="INT_TO_FLOAT")
+    yield elementwise(
+        "logit", aten.logit.default, aten.special_logit.default, body=logit, promote="INT_TO_FLOAT"
+    )
     yield elementwise("logit_backward", aten.logit_backward.default, body=logit_backward)
     yield elementwise("special_entr", aten.special_entr.default, body=entr, promote="INT_TO_FLOAT")
     yield elementwise("sinc", aten.sinc.default, body=sinc, promote="INT_TO_FLOAT")
-    yield elementwise("deg2rad", aten.deg2rad.default, body=lambda x: x * (math.pi / 180), promote="INT_TO_FLOAT")
-    yield elementwise("rad2deg", aten.rad2deg.default, body=lambda x: x * (180 / math.pi), promote="INT_TO_FLOAT")
+    yield elementwise(
+        "deg2rad", aten.deg2rad.default, body=lambda x: x * (math.pi / 180), promote="INT_TO_FLOAT"
+    )
+    yield elementwise(
+        "rad2deg", aten.rad2deg.default, body=lambda x: x * (180 / math.pi), promote="INT_TO_FLOAT"
+    )
     yield elementwise("special_ndtr", aten.special_ndtr.default, promote="INT_TO_FLOAT",
                       body=lambda x: 0.5 * s.erfc(-x * math.sqrt(0.5)))

@@ -98,7 +98,9 @@ def arithmetic_rows() -> Iterator[Row]:
     yield elementwise("add", aten.add.Tensor, aten.add.Scalar, prims.add.default, body=add)
     yield elementwise("sub", aten.sub.Tensor, aten.sub.Scalar, prims.sub.default,
                       body=lambda x, y, alpha=1: x - scaled(y, alpha))
-    yield elementwise("rsub", aten.rsub.Tensor, aten.rsub.Scalar, body=lambda x, y, alpha=1: y - scaled(x, alpha))
+    yield elementwise(
+        "rsub", aten.rsub.Tensor, aten.rsub.Scalar, body=lambda x, y, alpha=1: y - scaled(x, alpha)
+    )
     yield elementwise("mul", aten.mul.Tensor, aten.mul.Scalar, prims.mul.default, body=mul)
     yield Row("div", (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode,
                       aten.true_divide.Tensor, aten.true_divide.Scalar), "elementwise", divide_rule, divide)
@@ -131,8 +133,12 @@ def comparison_rows() -> Iterator[Row]:
     yield elementwise("isinf", aten.isinf.default, body=is_infinite, promote="ALWAYS_BOOL")
     yield elementwise("isfinite", aten.isfinite.default, promote="ALWAYS_BOOL",
                       body=lambda x: s.lnot(s.lor(is_nan(x), is_infinite(x))))
-    yield elementwise("isposinf", aten.isposinf.default, body=lambda x: is_infinite(x, "+"), promote="ALWAYS_BOOL")
-    yield elementwise("isneginf", aten.isneginf.default, body=lambda x: is_infinite(x, "-"), promote="ALWAYS_BOOL")
+    yield elementwise(
+        "isposinf", aten.isposinf.default, body=lambda x: is_infinite(x, "+"), promote="ALWAYS_BOOL"
+    )
+    yield elementwise(
+        "isneginf", aten.isneginf.default, body=lambda x: is_infinite(x, "-"), promote="ALWAYS_BOOL"
+    )
     yield elementwise("signbit", aten.signbit.default, promote="ALWAYS_BOOL", body=lambda x:
                       s.const(False, torch.bool) if x.dtype == torch.bool else
                       s.signbit(x) if x.dtype.is_floating_point else x < 0)
@@ -180,12 +186,21 @@ def logic_rows() -> Iterator[Row]:
 
 def selection_rows() -> Iterator[Row]:
     aten, prims = torch.ops.aten, torch.ops.prims
-    yield elementwise("where", aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
-                      prims.where.default, body=s.where)
+    yield elementwise(
+        "where",
+        aten.where.self,
+        aten.where.ScalarSelf,
+        aten.where.ScalarOther,
+        aten.where.Scalar,
+        prims.where.default,
+        body=s.where,
+    )
     yield elementwise("masked_fill", aten.masked_fill.Scalar, aten.masked_fill.Tensor, body=masked_fill,
                       promote="NONE")
     yield elementwise("fill", aten.fill.Scalar, aten.fill.Tensor, body=lambda x, value: value, promote="NONE")
-    yield row("to", aten._to_copy.default, prims.convert_element_type.default, kind="elementwise", rule=to_copy)
+    yield row(
+        "to", aten._to_copy.default, prims.convert_element_type.default, kind="elementwise", rule=to_copy
+    )
     yield row("copy", aten.copy.default, kind="elementwise", rule=copy)
 
 

@@ -92,15 +92,32 @@ def triangle(lower: bool) -> Rule:
 
 def rows() -> Iterator[Row]:
     aten, prims = torch.ops.aten, torch.ops.prims
-    yield row("full", aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default,
-              kind="factory", rule=full)
-    yield row("ones", aten.ones.default, aten.ones_like.default, aten.new_ones.default, kind="factory", rule=filled(1))
+    yield row(
+        "full",
+        aten.full.default,
+        aten.full_like.default,
+        aten.new_full.default,
+        aten.scalar_tensor.default,
+        kind="factory",
+        rule=full,
+    )
+    yield row(
+        "ones",
+        aten.ones.default,
+        aten.ones_like.default,
+        aten.new_ones.default,
+        kind="factory",
+        rule=filled(1),
+    )
     # Eager leaves empty tensors undefined: zero is as good as anything, and reproducible.
     yield row("zeros", aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default,
-              aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
-              aten.new_empty_strided.default, aten.empty_permuted.default, prims.empty_strided.default,
+              aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
+              aten.empty_strided.default, aten.new_empty_strided.default, aten.empty_permuted.default,
+              prims.empty_strided.default,
               kind="factory", rule=filled(0))
-    yield row("arange", aten.arange.default, aten.arange.start, aten.arange.start_step, kind="factory", rule=arange)
+    yield row(
+        "arange", aten.arange.default, aten.arange.start, aten.arange.start_step, kind="factory", rule=arange
+    )
     yield row("iota", prims.iota.default, kind="factory", rule=iota)
     yield row("linspace", aten.linspace.default, kind="factory", rule=linspace)
     yield row("eye", aten.eye.default, aten.eye.m, kind="factory", rule=eye)

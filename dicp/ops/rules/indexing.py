@@ -30,8 +30,14 @@ def lookup(b: Builder, position: Expr, size: Index, what: str, wrap: bool = True
     return b.indirect(ex.cast(position, torch.int64), size, what, wrap)
 
 
-def widened(b: Builder, base: Value, mode: ScatterMode, extent: Shape, fn: Callable[[Indices], tuple[Indices, Expr]],
-            unique: bool = False) -> Value:
+def widened(
+    b: Builder,
+    base: Value,
+    mode: ScatterMode,
+    extent: Shape,
+    fn: Callable[[Indices], tuple[Indices, Expr]],
+    unique: bool = False,
+) -> Value:
     """Scatter that adds and multiplies low-precision elements in float32."""
     wide = base.dtype if mode in ("set", "max", "min") else ex.compute_dtype(base.dtype)
     return retyped(b.scatter(retyped(base, wide), extent, fn, mode, unique), base.dtype)
@@ -43,7 +49,9 @@ def zeros(shape: Shape, dtype: torch.dtype) -> Value:
 
 # --- reading
 
-def embedding(b: Builder, node: torch.fx.Node, weight: Value, indices: Value, *settings: Any, **kwargs: Any) -> Value:
+def embedding(
+    b: Builder, node: torch.fx.Node, weight: Value, indices: Value, *settings: Any, **kwargs: Any
+) -> Value:
     return reindexed(weight, b.meta(node)[0], lambda idx: (
         lookup(b, indices(idx[:-1]), weight.shape[0], "embedding", wrap=False), idx[-1]))
 
@@ -57,7 +65,9 @@ def index_select(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Val
         idx, dim, lookup(b, index((idx[dim],)), x.shape[dim], "index_select", wrap=False)))
 
 
-def gather(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value, *, sparse_grad: bool = False) -> Value:
+def gather(
+    b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value, *, sparse_grad: bool = False
+) -> Value:
     x, index, restore = with_rank(x), with_rank(index), index.shape
     dim = wrap_dim(dim, len(x.shape))
     out = reindexed(x, index.shape, lambda idx: replaced(
@@ -198,7 +208,9 @@ def put_where(x: Value, mask: Value, values: Value, accumulate: bool) -> Value:
     return Value(x.shape, x.dtype, element)
 
 
-def put(b: Builder, node: torch.fx.Node, x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
+def put(
+    b: Builder, node: torch.fx.Node, x: Value, index: Value, source: Value, accumulate: bool = False
+) -> Value:
     """Elements written at positions of the flattened tensor."""
     flat = reshape(x, (ix.product(x.shape),))
     source = reshape(source, index.shape)
@@ -210,9 +222,22 @@ def put(b: Builder, node: torch.fx.Node, x: Value, index: Value, source: Value, 
 def masked_index_put(b: Builder, node: torch.fx.Node, x: Value, mask: Value, indices: list[Value | None],
                      values: Value) -> Value:
     """x with values added at the indices where mask; elsewhere zero is added at a position kept in range."""
-    at = Advanced(b, x, [None if i is None else pointwise(
-        lambda m, e: ex.where(m, e, 0), mask, i, shape=broadcast_shape([mask.shape, i.shape]), dtype=torch.int64)
-        for i in indices])
+    at = Advanced(
+        b,
+        x,
+        [
+            None
+            if i is None
+            else pointwise(
+                lambda m, e: ex.where(m, e, 0),
+                mask,
+                i,
+                shape=broadcast_shape([mask.shape, i.shape]),
+                dtype=torch.int64,
+            )
+            for i in indices
+        ],
+    )
     mask, values = broadcast(mask, at.shape), broadcast(values, at.shape)
     return widened(b, x, "add", at.shape, lambda idx: (at.source(idx), ex.where(mask(idx), values(idx), 0)))
 
@@ -232,7 +257,9 @@ def embedding_backward(b: Builder, node: torch.fx.Node, grad: Value, indices: Va
     return widened(b, zeros(shape, dtype), "add", grad.shape, element)
 
 
-def along_dim(b: Builder, x: Value, dim: int, index: Value, src: Value, mode: ScatterMode, what: str) -> Value:
+def along_dim(
+    b: Builder, x: Value, dim: int, index: Value, src: Value, mode: ScatterMode, what: str
+) -> Value:
     """scatter: element src[idx] goes to idx with its dim-th position replaced by index[idx]."""
     restore = x.shape
     x, index = with_rank(x), with_rank(index)
@@ -259,30 +286,56 @@ def scatter_add(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Valu
 MODES: dict[str, ScatterMode] = {"sum": "add", "mean": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 
-def scatter_reduce(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value, src: Value, reduce: str, *,
-                   include_self: bool = True) -> Value:
+def scatter_reduce(
+    b: Builder,
+    node: torch.fx.Node,
+    x: Value,
+    dim: int,
+    index: Value,
+    src: Value,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Value:
     def put(base: Value, what: Value, mode: ScatterMode) -> Value:
         return along_dim(b, base, dim, index, what, mode, "scatter_reduce")
 
     return combine(put, x, src, index.shape, reduce, include_self)
 
 
-def index_reduce(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value, source: Value, reduce: str, *,
-                 include_self: bool = True) -> Value:
+def index_reduce(
+    b: Builder,
+    node: torch.fx.Node,
+    x: Value,
+    dim: int,
+    index: Value,
+    source: Value,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Value:
     def put(base: Value, what: Value, mode: ScatterMode) -> Value:
         return along_index(b, base, dim, index, what, mode, "index_reduce")
 
     return combine(put, x, source, source.shape, reduce, include_self)
 
 
-def combine(put: Callable[[Value, Value, ScatterMode], Value], x: Value, src: Value, extent: Shape, reduce: str,
-            include_self: bool) -> Value:
+def combine(
+    put: Callable[[Value, Value, ScatterMode], Value],
+    x: Value,
+    src: Value,
+    extent: Shape,
+    reduce: str,
+    include_self: bool,
+) -> Value:
     """A scatter with reduction. Without include_self, positions that get an element forget their own."""
     mode = MODES[reduce]
     if not include_self:
         hit = put(constant(False, x.shape, torch.bool), constant(True, extent, torch.bool), "set")
         neutral = constant(identity_of(reduce, x.dtype), (), x.dtype)
-        start = pointwise(lambda h, old, new: ex.where(h, new, old), hit, x, neutral, shape=x.shape, dtype=x.dtype)
+        start = pointwise(
+            lambda h, old, new: ex.where(h, new, old), hit, x, neutral, shape=x.shape, dtype=x.dtype
+        )
     else:
         start = x
     total = put(start, src, mode)
@@ -318,13 +371,23 @@ def highest(dtype: torch.dtype) -> Any:
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def along_index(b: Builder, x: Value, dim: int, index: Value, src: Value, mode: ScatterMode, what: str) -> Value:
+def along_index(
+    b: Builder, x: Value, dim: int, index: Value, src: Value, mode: ScatterMode, what: str
+) -> Value:
     """Slices of src along dim go to the positions a vector names."""
     restore = x.shape
     x, src, index = with_rank(x), with_rank(src), with_rank(index)
     dim = wrap_dim(dim, len(x.shape))
-    out = widened(b, x, mode, src.shape, lambda idx: (
-        replaced(idx, dim, lookup(b, index((idx[dim],)), x.shape[dim], what, wrap=what == "index_fill")), src(idx)))
+    out = widened(
+        b,
+        x,
+        mode,
+        src.shape,
+        lambda idx: (
+            replaced(idx, dim, lookup(b, index((idx[dim],)), x.shape[dim], what, wrap=what == "index_fill")),
+            src(idx),
+        ),
+    )
     return reshape(out, restore)
 
 
@@ -342,7 +405,11 @@ def index_copy(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value
 def index_fill(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value, value: Any) -> Value:
     index = with_rank(index)
     shape = replaced(x.shape, wrap_dim(dim, len(x.shape)), index.shape[0]) if x.shape else index.shape
-    src = broadcast(convert(value, x.dtype), shape) if isinstance(value, Value) else constant(value, shape, x.dtype)
+    src = (
+        broadcast(convert(value, x.dtype), shape)
+        if isinstance(value, Value)
+        else constant(value, shape, x.dtype)
+    )
     return along_index(b, x, dim, index, src, "set", "index_fill")
 
 
@@ -364,8 +431,14 @@ def rows() -> Iterator[Row]:
     yield rule("index_put", aten.index_put.default, aten._unsafe_index_put.default, rule=index_put)
     yield rule("masked_index_put", aten._unsafe_masked_index_put_accumulate.default, rule=masked_index_put)
     yield rule("put", aten.put.default, rule=put)
-    yield rule("scatter", aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce,
-               rule=scatter)
+    yield rule(
+        "scatter",
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter.reduce,
+        aten.scatter.value_reduce,
+        rule=scatter,
+    )
     yield rule("scatter_add", aten.scatter_add.default, rule=scatter_add)
     yield rule("scatter_reduce", aten.scatter_reduce.two, rule=scatter_reduce)
     yield rule("index_add", aten.index_add.default, rule=index_add)

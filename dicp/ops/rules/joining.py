@@ -82,7 +82,9 @@ def replicated(i: Expr, last: Expr) -> Expr:
     return s.minimum(s.maximum(i, 0), last)
 
 
-def border_source(idx: Indices, sizes: tuple[Index, ...], pads: list[tuple[Index, Index]], border: Border) -> Indices:
+def border_source(
+    idx: Indices, sizes: tuple[Index, ...], pads: list[tuple[Index, Index]], border: Border
+) -> Indices:
     """The position of the operand that each padded position shows."""
     out: list[Index] = []
     for i, n, (before, after) in zip(idx, sizes, pads, strict=True):

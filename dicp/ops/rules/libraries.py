@@ -1,4 +1,4 @@
-"""Rows of ops that no rule expresses: a vendor's library serves them, or eager does. They are never decomposed."""
+"""Rows of ops without a rule: a vendor's library serves them, or eager does. They are never decomposed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ NAMES: dict[Kind, str] = {
         _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
         _cdist_forward _cdist_backward _trilinear""",
     # Random numbers come from torch's generator, so that seeds mean what they mean under eager.
-    "random": """native_dropout bernoulli rand rand_like randn randn_like randint randint_like randperm uniform normal
-        normal_functional multinomial exponential geometric cauchy log_normal poisson binomial _sample_dirichlet
-        _standard_gamma rrelu_with_noise rrelu_with_noise_functional""",
-    "library": """sort topk kthvalue median nanmedian mode nonzero nonzero_static masked_select unique_dim
-        _unique2 unique_consecutive histc bincount _embedding_bag _embedding_bag_forward_only _embedding_bag_backward
-        _fft_c2c _fft_r2c _fft_c2r linalg_cholesky_ex linalg_eig linalg_eigh _linalg_eigh linalg_inv_ex
-        linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_qr _linalg_svd _linalg_det _linalg_slogdet
-        _linalg_solve_ex linalg_solve_triangular linalg_lstsq linalg_ldl_factor_ex linalg_ldl_solve
-        linalg_householder_product linalg_matrix_exp triangular_solve cholesky_solve cholesky_inverse ormqr geqrf
-        _ctc_loss _ctc_loss_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward repeat_interleave""",
+    "random": """native_dropout bernoulli rand rand_like randn randn_like randint randint_like randperm
+        uniform normal normal_functional multinomial exponential geometric cauchy log_normal poisson
+        binomial _sample_dirichlet _standard_gamma rrelu_with_noise rrelu_with_noise_functional""",
+    "library": """sort topk kthvalue median nanmedian mode nonzero nonzero_static masked_select
+        unique_dim _unique2 unique_consecutive histc bincount _embedding_bag _embedding_bag_forward_only
+        _embedding_bag_backward _fft_c2c _fft_r2c _fft_c2r linalg_cholesky_ex linalg_eig linalg_eigh
+        _linalg_eigh linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_qr _linalg_svd
+        _linalg_det _linalg_slogdet _linalg_solve_ex linalg_solve_triangular linalg_lstsq
+        linalg_ldl_factor_ex linalg_ldl_solve linalg_householder_product linalg_matrix_exp
+        triangular_solve cholesky_solve cholesky_inverse ormqr geqrf _ctc_loss _ctc_loss_backward
+        mkldnn_rnn_layer mkldnn_rnn_layer_backward repeat_interleave""",
 }
 
 

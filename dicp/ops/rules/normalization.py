@@ -1,4 +1,4 @@
-"""Softmax and the normalisations, as reductions followed by elementwise work. Statistics are float32 or wider."""
+"""Softmax and the normalisations: reductions, then elementwise work. Statistics are float32 or wider."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def log_softmax(b: Builder, node: torch.fx.Node, x: Value, dim: int, half_to_flo
     return pointwise(lambda e, t: e - s.log(t), low, total, shape=shape, dtype=out)
 
 
-def softmax_backward(b: Builder, node: torch.fx.Node, grad: Value, y: Value, dim: int, input_dtype: Any) -> Value:
+def softmax_backward(
+    b: Builder, node: torch.fx.Node, grad: Value, y: Value, dim: int, input_dtype: Any
+) -> Value:
     """y * (grad - sum(grad * y))."""
     shape, out = b.meta(node)
     wide = ex.compute_dtype(grad.dtype)
@@ -52,7 +54,9 @@ def softmax_backward(b: Builder, node: torch.fx.Node, grad: Value, y: Value, dim
     return pointwise(lambda w, e, t: w - e * t, weighted, y, total, shape=shape, dtype=out)
 
 
-def log_softmax_backward(b: Builder, node: torch.fx.Node, grad: Value, y: Value, dim: int, input_dtype: Any) -> Value:
+def log_softmax_backward(
+    b: Builder, node: torch.fx.Node, grad: Value, y: Value, dim: int, input_dtype: Any
+) -> Value:
     """grad - exp(y) * sum(grad)."""
     shape, out = b.meta(node)
     wide = ex.compute_dtype(grad.dtype)
@@ -60,7 +64,9 @@ def log_softmax_backward(b: Builder, node: torch.fx.Node, grad: Value, y: Value,
     return pointwise(lambda g, e, t: g - s.exp(e) * t, grad, y, total, shape=shape, dtype=out)
 
 
-def affine(x: Value, mean: Value, rstd: Value, weight: Value | None, bias: Value | None, dtype: torch.dtype) -> Value:
+def affine(
+    x: Value, mean: Value, rstd: Value, weight: Value | None, bias: Value | None, dtype: torch.dtype
+) -> Value:
     """(x - mean) * rstd * weight + bias, operands broadcast to x."""
     given = [w for w in (weight, bias) if w is not None]
 
@@ -98,8 +104,18 @@ def layer_norm(b: Builder, node: torch.fx.Node, x: Value, normalized_shape: list
     return results(b, node, affine(x, mean, rstd, weight, bias, x.dtype), mean, rstd)
 
 
-def group_norm(b: Builder, node: torch.fx.Node, x: Value, weight: Value | None, bias: Value | None, n: Index, c: Index,
-               hxw: Index, group: int, eps: float) -> tuple[Value, ...]:
+def group_norm(
+    b: Builder,
+    node: torch.fx.Node,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    n: Index,
+    c: Index,
+    hxw: Index,
+    group: int,
+    eps: float,
+) -> tuple[Value, ...]:
     split = reshape(x, (n, group, ix.floordiv(c, group), hxw))
     mean, m2, axes = moments(b, split, [2, 3])
     rstd = inverse_deviation(m2, axes.count, eps)
@@ -128,7 +144,7 @@ def batch_statistics(b: Builder, x: Value, eps: float) -> tuple[Value, Value, Va
 def batch_norm(b: Builder, node: torch.fx.Node, x: Value, weight: Value | None, bias: Value | None,
                running_mean: Value | None, running_var: Value | None, training: bool, momentum: float,
                eps: float) -> tuple[Value, ...]:
-    """Output, saved mean and reciprocal deviation, then the updated running statistics where the op returns them."""
+    """Output, saved mean and reciprocal deviation, then the running statistics where the op returns them."""
     wide = ex.compute_dtype(x.dtype)
     rank = len(x.shape)
     updated: list[Value] = []
@@ -142,7 +158,9 @@ def batch_norm(b: Builder, node: torch.fx.Node, x: Value, weight: Value | None, 
     else:
         assert running_mean is not None and running_var is not None
         mean = retyped(running_mean, wide)
-        rstd = pointwise(lambda e: s.rsqrt(ex.cast(e, wide) + eps), running_var, shape=running_var.shape, dtype=wide)
+        rstd = pointwise(
+            lambda e: s.rsqrt(ex.cast(e, wide) + eps), running_var, shape=running_var.shape, dtype=wide
+        )
         saved = [constant(0, (0,), x.dtype)] * 2
         updated = [running_mean, running_var]
     w, c = (None if v is None else per_channel(v, rank) for v in (weight, bias))
@@ -162,7 +180,8 @@ def moving_average(old: Value, new: Value, momentum: float, fix: tuple[Expr, Exp
 
 
 def batch_norm_inference(b: Builder, node: torch.fx.Node, x: Value, weight: Value | None, bias: Value | None,
-                         running_mean: Value, running_var: Value, momentum: float, eps: float) -> tuple[Value, ...]:
+                         running_mean: Value, running_var: Value, momentum: float,
+                         eps: float) -> tuple[Value, ...]:
     return batch_norm(b, node, x, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
@@ -175,12 +194,16 @@ def rows() -> Iterator[Row]:
     aten = torch.ops.aten
     yield row("softmax", aten._softmax.default, kind="composite", rule=softmax)
     yield row("log_softmax", aten._log_softmax.default, kind="composite", rule=log_softmax)
-    yield row("softmax_backward", aten._softmax_backward_data.default, kind="composite", rule=softmax_backward)
+    yield row(
+        "softmax_backward", aten._softmax_backward_data.default, kind="composite", rule=softmax_backward
+    )
     yield row("log_softmax_backward", aten._log_softmax_backward_data.default, kind="composite",
               rule=log_softmax_backward)
     yield row("layer_norm", aten.native_layer_norm.default, kind="composite", rule=layer_norm)
     yield row("group_norm", aten.native_group_norm.default, kind="composite", rule=group_norm)
-    yield row("batch_norm", aten._native_batch_norm_legit_functional.default, kind="composite", rule=batch_norm)
+    yield row(
+        "batch_norm", aten._native_batch_norm_legit_functional.default, kind="composite", rule=batch_norm
+    )
     yield row("batch_norm_no_stats", aten._native_batch_norm_legit.no_stats, kind="composite",
               rule=batch_norm_no_stats)
     yield row("batch_norm_inference", aten._native_batch_norm_legit_no_training.default, kind="composite",

@@ -22,7 +22,9 @@ PROMOTING_SCALARS = frozenset(["self", "other", "exponent", "min", "max"])
 # Tensor parameters that keep their own dtype.
 SELECTORS = frozenset(["condition", "mask", "pred"])
 # Parameters that say where or how a result is stored.
-STORAGE_SETTINGS = frozenset(["dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "inplace"])
+STORAGE_SETTINGS = frozenset(
+    ["dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "inplace"]
+)
 
 
 def scalar_expr(x: Any, dtype: torch.dtype) -> Expr:
@@ -62,7 +64,11 @@ def broadcast(x: Value, shape: Shape) -> Value:
 
 def convert(x: Value, dtype: torch.dtype) -> Value:
     """x cast as the user asked: rounded to the values of a low-precision dtype."""
-    return x if x.dtype == dtype else Value(x.shape, dtype, lambda idx: ex.round_to(ex.cast(x(idx), dtype), dtype))
+    return (
+        x
+        if x.dtype == dtype
+        else Value(x.shape, dtype, lambda idx: ex.round_to(ex.cast(x(idx), dtype), dtype))
+    )
 
 
 def retyped(x: Value, dtype: torch.dtype) -> Value:
@@ -88,7 +94,7 @@ def _promoted(kind: str, default: torch.dtype, *operands: Any) -> tuple[torch.dt
 
 def computation_dtypes(kind: Promote, operands: list[Any]) -> tuple[torch.dtype, torch.dtype]:
     """Dtype in which torch computes an op on these Values and numbers, and the dtype of its result."""
-    keys = []
+    keys: list[Any] = []
     for x in operands:
         if isinstance(x, Value):
             keys.append((x.dtype, not x.shape))
@@ -103,7 +109,7 @@ def computation_dtypes(kind: Promote, operands: list[Any]) -> tuple[torch.dtype,
 
 @dataclass(frozen=True)
 class Binding:
-    """Arguments of an overload: operands (in schema order, None where absent) and settings given by the caller."""
+    """Arguments of an overload: operands in schema order (None where absent), and given settings."""
 
     operands: tuple[tuple[str, Any], ...]
     settings: dict[str, Any]
@@ -124,7 +130,7 @@ def bind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
 
 
 def elementwise_rule(name: str, body: Body, promote: Promote, stepped: bool = False) -> Rule:
-    """The rule of an elementwise row: operands cast to the dtype torch computes in, settings passed by name."""
+    """The rule of an elementwise row: operands are cast to the dtype torch computes in."""
 
     def rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
         return apply_body(body, promote, bind(node.target, args, kwargs), *b.meta(node), stepped=stepped)
@@ -137,8 +143,8 @@ def apply_body(body: Body, promote: Promote, binding: Binding, shape: Shape, dty
                stepped: bool = False) -> Value:
     """The value whose element is `body` of the bound arguments' elements.
 
-    stepped: a tiny change of an operand can change the result much (comparison, remainder, floor), so operands are
-    rounded as torch holds them: to the dtype they are promoted to.
+    stepped: a tiny change of an operand can change the result much (comparison, remainder, floor), so
+    operands are rounded as torch holds them: to the dtype they are promoted to.
     """
     promoting = [x for name, x in binding.operands if name not in SELECTORS and x is not None]
     compute = None if promote == "NONE" else computation_dtypes(promote, promoting)[0]

@@ -36,7 +36,9 @@ def each(values: Any, n: int, default: list[int] | None = None) -> list[int]:
 class Windows:
     """Windows that slide over the last n dimensions of an operand of some shape."""
 
-    def __init__(self, shape: Shape, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) -> None:
+    def __init__(
+        self, shape: Shape, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
+    ) -> None:
         self.n, self.sizes = n, shape[len(shape) - n:]
         self.kernel = each(kernel, n)
         self.stride = each(stride, n, self.kernel)
@@ -79,7 +81,9 @@ def all_within(at: Indices, sizes: Shape) -> Expr:
     return inside
 
 
-def total(b: Builder, shape: Shape, extent: Shape, dtype: torch.dtype, fn: Callable[[Indices, Indices], Expr]) -> Value:
+def total(
+    b: Builder, shape: Shape, extent: Shape, dtype: torch.dtype, fn: Callable[[Indices, Indices], Expr]
+) -> Value:
     """Sum of fn over a window, computed in dtype's compute dtype."""
     wide = ex.compute_dtype(dtype)
     if isinstance(ix.product(extent), int) and ix.product(extent) <= UNROLL:  # type: ignore[operator]
@@ -99,8 +103,9 @@ def points(extent: Shape) -> Iterator[Indices]:
 
 
 def best(b: Builder, x: Value, shape: Shape, extent: Shape, element: Callable[[Indices, Indices], Expr],
-         position: Callable[[Indices, Indices], Expr], first: Callable[[Indices], Expr]) -> tuple[Value, Value]:
-    """Largest element of each window and where it is: the first of equals, `first` if none is above the lowest."""
+         position: Callable[[Indices, Indices], Expr], first: Callable[[Indices], Expr],
+         ) -> tuple[Value, Value]:
+    """Largest element of each window, and where: the first of equals, `first` if none is above the lowest."""
     if ix.product(extent) > UNROLL:  # type: ignore[operator]
         values = b.reduce("max", shape, extent, x.dtype, element)
         where = b.reduce("argmax", shape, extent, torch.int64, element)
@@ -139,15 +144,22 @@ def max_pool(n: int) -> Rule:
                 at = at * ex.index_value(size) + (ex.index_value(start) if ix.nonnegative(start) else inside)
             return at
 
-        return best(b, x, shape, tuple(w.kernel), lambda idx, k: w.element(x, idx, k, lowest(x.dtype)),
-                    lambda idx, k: ex.index_value(ix.linearize(w.position(w.split(idx)[1], k), w.sizes)), first)
+        return best(
+            b,
+            x,
+            shape,
+            tuple(w.kernel),
+            lambda idx, k: w.element(x, idx, k, lowest(x.dtype)),
+            lambda idx, k: ex.index_value(ix.linearize(w.position(w.split(idx)[1], k), w.sizes)),
+            first,
+        )
 
     return rule
 
 
 def max_pool_backward(n: int) -> Rule:
-    def rule(b: Builder, node: torch.fx.Node, grad: Value, x: Value, kernel_size: Any, stride: Any, padding: Any,
-             dilation: Any, ceil_mode: bool, indices: Value) -> Value:
+    def rule(b: Builder, node: torch.fx.Node, grad: Value, x: Value, kernel_size: Any, stride: Any,
+             padding: Any, dilation: Any, ceil_mode: bool, indices: Value) -> Value:
         w = Windows(x.shape, n, kernel_size, stride, padding, dilation)
         if any(d != 1 for d in w.dilation):
             return by_position(b, grad, indices, x.shape, n)
@@ -209,7 +221,8 @@ def need_float(x: Value) -> None:
 
 def avg_pool(n: int) -> Rule:
     def rule(b: Builder, node: torch.fx.Node, x: Value, kernel_size: Any, stride: Any = (), padding: Any = 0,
-             ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None) -> Value:
+             ceil_mode: bool = False, count_include_pad: bool = True,
+             divisor_override: int | None = None) -> Value:
         need_float(x)
         w = Windows(x.shape, n, kernel_size, stride, padding)
         shape, dtype = b.meta(node)
@@ -222,8 +235,18 @@ def avg_pool(n: int) -> Rule:
 
 
 def avg_pool_backward(n: int) -> Rule:
-    def rule(b: Builder, node: torch.fx.Node, grad: Value, x: Value, kernel_size: Any, stride: Any, padding: Any,
-             ceil_mode: bool, count_include_pad: bool, divisor_override: int | None) -> Value:
+    def rule(
+        b: Builder,
+        node: torch.fx.Node,
+        grad: Value,
+        x: Value,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: int | None,
+    ) -> Value:
         need_float(x)
         w = Windows(x.shape, n, kernel_size, stride, padding)
         outputs = w.split(grad.shape)[1]
@@ -243,13 +266,14 @@ def avg_pool_backward(n: int) -> Rule:
 
 
 class Adaptive:
-    """Windows that share a dimension of `size` among `out` results: [floor(i*size/out), ceil((i+1)*size/out))."""
+    """Windows [floor(i*size/out), ceil((i+1)*size/out)): a dimension of `size` shared among `out` results."""
 
     def __init__(self, size: Index, out: Index) -> None:
         self.size, self.out = size, out
         quotient = 1 if size == out else ix.floordiv(size, out) if out == 1 or (
             isinstance(size, int) and isinstance(out, int) and out and size % out == 0) else None
         self.uniform: Index | None = quotient
+
     @property
     def longest(self) -> Index:
         """Size of the largest window, or more."""
@@ -257,7 +281,7 @@ class Adaptive:
             return self.uniform
         if not isinstance(self.size, int) or not isinstance(self.out, int):
             return ix.floordiv(self.size + self.out - 1, self.out) + 1
-        return max(int(self.end(i)) - int(self.start(i)) for i in range(self.out))
+        return max(-(-(i + 1) * self.size // self.out) - i * self.size // self.out for i in range(self.out))
 
     @property
     def overlap(self) -> int:
@@ -278,7 +302,9 @@ class Adaptive:
 
     def owner(self, h: Index) -> Index:
         """First window that contains position h."""
-        return ix.floordiv(h, self.uniform) if self.uniform is not None else ix.floordiv(h * self.out, self.size)
+        return (
+            ix.floordiv(h, self.uniform) if self.uniform is not None else ix.floordiv(h * self.out, self.size)
+        )
 
     def holds(self, i: Index, h: Index) -> Expr:
         """Whether window i exists and contains position h."""
@@ -291,7 +317,10 @@ class Adaptive:
 
 
 def adaptive(shape: Shape, outputs: Shape, n: int) -> list[Adaptive]:
-    return [Adaptive(size, out) for size, out in zip(shape[len(shape) - n:], outputs[len(outputs) - n:], strict=True)]
+    return [
+        Adaptive(size, out)
+        for size, out in zip(shape[len(shape) - n :], outputs[len(outputs) - n :], strict=True)
+    ]
 
 
 def shares(ws: list[Adaptive], o: Indices, dtype: torch.dtype) -> Expr:
@@ -356,8 +385,15 @@ def adaptive_max_pool(n: int) -> Rule:
             at = tuple(w.start(i) + j for w, i, j in zip(ws, idx[len(idx) - n:], k, strict=True))
             return ex.index_value(ix.linearize(at, sizes))
 
-        return best(b, x, shape, extent, lambda idx, k: adaptive_element(ws, x, idx, k, lowest(x.dtype)), position,
-                    lambda idx: position(idx, (0,) * n))
+        return best(
+            b,
+            x,
+            shape,
+            extent,
+            lambda idx, k: adaptive_element(ws, x, idx, k, lowest(x.dtype)),
+            position,
+            lambda idx: position(idx, (0,) * n),
+        )
 
     return rule
 

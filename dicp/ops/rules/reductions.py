@@ -96,7 +96,9 @@ def truth(kind: ReduceKind) -> Rule:
 
     def rule(b: Builder, node: torch.fx.Node, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
         out = b.meta(node)[1]
-        return retyped(reduce_over(b, kind, x, dim, keepdim, torch.bool, lambda e: ex.cast(e, torch.bool)), out)
+        return retyped(
+            reduce_over(b, kind, x, dim, keepdim, torch.bool, lambda e: ex.cast(e, torch.bool)), out
+        )
 
     return rule
 
@@ -116,7 +118,9 @@ def position(kind: ReduceKind) -> Rule:
 def with_position(best: ReduceKind, arg: ReduceKind) -> Rule:
     """The rule of max and min along a dimension: the value and its index."""
 
-    def rule(b: Builder, node: torch.fx.Node, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+    def rule(
+        b: Builder, node: torch.fx.Node, x: Value, dim: int, keepdim: bool = False
+    ) -> tuple[Value, Value]:
         values = reduce_over(b, best, x, dim, keepdim, x.dtype)
         return values, reduce_over(b, arg, x, dim, keepdim, torch.int64, lambda e: ex.round_to(e, x.dtype))
 
@@ -164,8 +168,16 @@ def spread(root: bool, with_mean: bool) -> Rule:
     return rule
 
 
-def vector_norm(b: Builder, node: torch.fx.Node, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, *,
-                dtype: torch.dtype | None = None) -> Value:
+def vector_norm(
+    b: Builder,
+    node: torch.fx.Node,
+    x: Value,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Value:
     """(sum |x|^p)^(1/p), with its limits at p = 0 and at the infinities."""
     shape, out = b.meta(node)
     x = x if dtype is None else convert(x, dtype)

@@ -16,7 +16,9 @@ from dicp.ops.table import Row, Rule, row
 def cumulative(kind: ScanKind) -> Rule:
     """The rule of cumsum, cumprod and logcumsumexp."""
 
-    def rule(b: Builder, node: torch.fx.Node, x: Value, dim: int, *, dtype: torch.dtype | None = None) -> Value:
+    def rule(
+        b: Builder, node: torch.fx.Node, x: Value, dim: int, *, dtype: torch.dtype | None = None
+    ) -> Value:
         out = b.meta(node)[1]
         if not x.shape:
             return convert(x, out)
@@ -31,7 +33,9 @@ def running_best(kind: Literal["max", "min"]) -> Rule:
     def rule(b: Builder, node: torch.fx.Node, x: Value, dim: int) -> tuple[Value, Value]:
         if not x.shape:
             return x, constant(0, (), torch.int64)
-        return b.arg_scan(kind, x.shape, dim % len(x.shape), x.dtype, lambda idx: ex.round_to(x(idx), x.dtype))
+        return b.arg_scan(
+            kind, x.shape, dim % len(x.shape), x.dtype, lambda idx: ex.round_to(x(idx), x.dtype)
+        )
 
     return rule
 

@@ -1,7 +1,7 @@
 """Elementwise rows: special functions, by Chebyshev series and by recurrence.
 
-The series were fitted with 40 digits to the functions named beside them, and cut where terms fall below 4e-17 of the
-largest.
+The series were fitted with 40 digits to the functions named beside them, and cut where terms fall below
+4e-17 of the largest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dicp.ops import scalar as s
 from dicp.ops.rules.pointwise import pointwise
 from dicp.ops.table import Declined, Row, elementwise, row
 
-# exp(-x) I0(x) over t = x/4 - 1 (NEAR, x <= 8), and sqrt(x) exp(-x) I0(x) over t = 16/x - 1 (FAR); the same for I1,
-# NEAR divided by x. ERFCX: (x + 1) exp(x^2) erfc(x) over t = (x - 3.75) / (x + 3.75).
+# exp(-x) I0(x) over t = x/4 - 1 (NEAR, x <= 8), and sqrt(x) exp(-x) I0(x) over t = 16/x - 1 (FAR); the same
+# for I1, NEAR divided by x. ERFCX: (x + 1) exp(x^2) erfc(x) over t = (x - 3.75) / (x + 3.75).
 I0_NEAR = (
     0.33839763720473803, -0.3046826723431984, 0.17162090152220877, -0.094901097048047639,
     0.049305284239670712, -0.023737414805899471, 0.010546460394594998, -0.0043243099950505759,

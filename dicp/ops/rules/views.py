@@ -37,7 +37,9 @@ def groups(old: Shape, new: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...
     return out
 
 
-def _matching_ends(old: Shape, new: Shape, a: list[int], b: list[int], i: int, j: int) -> tuple[int, int] | None:
+def _matching_ends(
+    old: Shape, new: Shape, a: list[int], b: list[int], i: int, j: int
+) -> tuple[int, int] | None:
     """Ends of the shortest runs of a[i:] and b[j:] whose sizes have one product."""
     products: dict[Index, int] = {}
     run: Index = 1
@@ -153,7 +155,7 @@ def select(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Index) ->
 
 
 def known(proved: bool, refuted: bool, hint: bool) -> bool:
-    """A fact about sizes: as proven, else as it was while tracing (torch has guarded it in making the result's size)."""
+    """A fact about sizes: as proven, else as it was while tracing (torch guarded it in making the result)."""
     return proved or (hint and not refuted)
 
 
@@ -182,7 +184,9 @@ def slice_start(node: torch.fx.Node, start: Any, size: Index, dim: int, given: A
     value = value + n if value < 0 else value
     if not known(ix.nonnegative(first), ix.nonnegative(-first - 1), value >= 0):
         return 0
-    return first if known(ix.nonnegative(size - first), ix.nonnegative(first - size - 1), value <= n) else size
+    return (
+        first if known(ix.nonnegative(size - first), ix.nonnegative(first - size - 1), value <= n) else size
+    )
 
 
 def argument(node: torch.fx.Node, position: int, name: str) -> Any:
@@ -210,13 +214,15 @@ def parts(b: Builder, node: torch.fx.Node, x: Value, sizes: Any = None, dim: int
 
 def unbind(b: Builder, node: torch.fx.Node, x: Value, dim: int = 0) -> tuple[Value, ...]:
     dim = wrap_dim(dim, len(x.shape))
-    return tuple(reindexed(x, dropped(x.shape, dim), lambda idx, k=k: inserted(idx, dim, k))  # type: ignore[misc]
-                 for k in range(len(node.meta["val"])))
+    return tuple(
+        reindexed(x, dropped(x.shape, dim), lambda idx, k=k: inserted(idx, dim, k))  # type: ignore[misc]
+        for k in range(len(node.meta["val"]))
+    )
 
 
 def as_strided(b: Builder, node: torch.fx.Node, x: Value, size: list[Index], stride: list[Index],
                storage_offset: Index | None = None) -> Value:
-    """A window on the elements of x in row-major order. Whether memory has that order is for the caller to know."""
+    """A window on the elements of x in row-major order, which is memory order only if x is contiguous."""
     base = node.args[0].meta["val"]
     if not base.is_contiguous() or base.storage_offset() != 0:
         raise Declined("as_strided of a tensor that is not contiguous")
@@ -225,10 +231,14 @@ def as_strided(b: Builder, node: torch.fx.Node, x: Value, size: list[Index], str
         raise Declined("as_strided beyond the elements of its operand")
     flat = reshape(x, (ix.product(x.shape),))
     first = storage_offset or 0
-    return reindexed(flat, tuple(size), lambda idx: (sum((i * n for i, n in zip(idx, stride, strict=True)), first),))
+    return reindexed(
+        flat, tuple(size), lambda idx: (sum((i * n for i, n in zip(idx, stride, strict=True)), first),)
+    )
 
 
-def diagonal(b: Builder, node: torch.fx.Node, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+def diagonal(
+    b: Builder, node: torch.fx.Node, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Value:
     rank = len(x.shape)
     first, second = dim1 % rank, dim2 % rank
     rest = [d for d in range(rank) if d not in (first, second)]
@@ -274,7 +284,9 @@ def repeat(b: Builder, node: torch.fx.Node, x: Value, repeats: list[Index]) -> V
     full = b.meta(node)[0]
     if 0 in x.shape or 0 in full:
         return constant(0, full, x.dtype)
-    return reindexed(x, full, lambda idx: tuple(ix.mod(i, n) for i, n in zip(idx[lead:], x.shape, strict=True)))
+    return reindexed(
+        x, full, lambda idx: tuple(ix.mod(i, n) for i, n in zip(idx[lead:], x.shape, strict=True))
+    )
 
 
 def unfold(b: Builder, node: torch.fx.Node, x: Value, dimension: int, size: Index, step: Index) -> Value:
@@ -287,7 +299,9 @@ def unfold(b: Builder, node: torch.fx.Node, x: Value, dimension: int, size: Inde
 
 def movedim(b: Builder, node: torch.fx.Node, x: Value, source: Any, destination: Any) -> Value:
     rank = len(x.shape)
-    pairs = [(source, destination)] if isinstance(source, int) else list(zip(source, destination, strict=True))
+    pairs = (
+        [(source, destination)] if isinstance(source, int) else list(zip(source, destination, strict=True))
+    )
     moved = {to % rank: of % rank for of, to in pairs}
     rest = iter(d for d in range(rank) if d not in moved.values())
     return permuted(x, [moved[d] if d in moved else next(rest) for d in range(rank)])
@@ -342,26 +356,59 @@ def diagonal_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, offs
 
 def view_rows() -> Iterator[Row]:
     aten, prims = torch.ops.aten, torch.ops.prims
-    yield row("view", aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default,
-              aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-              aten.view_copy.default, aten._reshape_copy.default, aten.flatten.using_ints, aten.unflatten.int,
-              prims.collapse.default, prims.collapse_view.default, prims.split_dim.default, prims.squeeze.default,
-              kind="view", rule=view)
+    yield row(
+        "view",
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten._reshape_alias.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.view_copy.default,
+        aten._reshape_copy.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        prims.collapse.default,
+        prims.collapse_view.default,
+        prims.split_dim.default,
+        prims.squeeze.default,
+        kind="view",
+        rule=view,
+    )
     yield row("alias", aten.alias.default, aten.detach.default, aten.clone.default, aten.contiguous.default,
-              aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.positive.default, aten.alias_copy.default,
-              prims.clone.default, kind="view", rule=identity)
-    yield row("permute", aten.permute.default, aten.permute_copy.default, prims.transpose.default, kind="view",
-              rule=permute)
+              aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.positive.default,
+              aten.alias_copy.default, prims.clone.default, kind="view", rule=identity)
+    yield row(
+        "permute",
+        aten.permute.default,
+        aten.permute_copy.default,
+        prims.transpose.default,
+        kind="view",
+        rule=permute,
+    )
     yield row("transpose", aten.transpose.int, aten.t.default, kind="view", rule=transpose)
     yield row("expand", aten.expand.default, aten.broadcast_to.default, kind="view", rule=expand)
     yield row("broadcast_in_dim", prims.broadcast_in_dim.default, kind="view", rule=broadcast_in_dim)
     yield row("select", aten.select.int, kind="view", rule=select)
     yield row("slice", aten.slice.Tensor, kind="view", rule=slice_)
-    yield row("split", aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unsafe_split.Tensor,
-              aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default, aten.split_with_sizes_copy.default,
-              kind="view", rule=parts)
+    yield row(
+        "split",
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten.unsafe_chunk.default,
+        aten.split_with_sizes_copy.default,
+        kind="view",
+        rule=parts,
+    )
     yield row("unbind", aten.unbind.int, kind="view", rule=unbind)
-    yield row("as_strided", aten.as_strided.default, aten.as_strided_copy.default, kind="view", rule=as_strided)
+    yield row(
+        "as_strided", aten.as_strided.default, aten.as_strided_copy.default, kind="view", rule=as_strided
+    )
     yield row("diagonal", aten.diagonal.default, aten.diagonal_copy.default, kind="view", rule=diagonal)
     yield row("unfold", aten.unfold.default, aten.unfold_copy.default, kind="view", rule=unfold)
     yield row("movedim", aten.movedim.int, aten.movedim.intlist, kind="view", rule=movedim)
