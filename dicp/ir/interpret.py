@@ -25,8 +25,8 @@ Key = tuple[Expr, Mask]
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     name: getattr(torch, name)
     for name in """neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin
-    cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc
-    isnan     isinf signbit""".split()
+    cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid
+    floor ceil trunc isnan isinf signbit""".split()
 } | {"round_even": torch.round, "lnot": torch.logical_not, "bnot": torch.bitwise_not}
 
 BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -51,7 +51,8 @@ def evaluate(expr: Expr, env: Env, load: Load, ref: Ref | None = None) -> torch.
     """Value of an expression.
 
     env gives each loop variable and size symbol (int or int64 tensor); load(name, index) reads a buffer at a
-    flat index tensor, or at a tuple of them for `at`; ref gives named scalars, and earlier statements' results.
+    flat index tensor, or at a tuple of them for `at`; ref gives
+    named scalars and results of earlier statements.
     """
     return evaluate_all((expr,), env, load, ref)[0]
 

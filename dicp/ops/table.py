@@ -1,7 +1,7 @@
 """The op table: what each aten operator is, declared once for every consumer.
 
 A `Row` names an operator, its overloads, its kind, and how it becomes values: an elementwise row by the
-scalar `body` of one element, any other row by a `rule`. Rows without a rule are left to the vendor's libraries.
+scalar `body` of one element, any other row by a `rule`. Rows without a rule are left to libraries.
 
     elementwise("relu", aten.relu.default, body=lambda x: maximum(x, 0))
     row("permute", aten.permute.default, kind="view", rule=permute)

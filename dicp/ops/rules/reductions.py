@@ -187,7 +187,8 @@ def vector_norm(
         return reduce_over(b, kind, x, dim, keepdim, out, lambda e: s.sabs(ex.cast(e, wide)))
     inner: dict[Any, Callable[[Expr], Expr]] = {
         0: lambda e: ex.cast(s.ne(e, 0), wide), 1: s.sabs, 2: lambda e: e * e}
-    fn = inner.get(ord, lambda e: s.pow_(s.sabs(e), float(ord)))
+    general: Callable[[Expr], Expr] = lambda e: s.pow_(s.sabs(e), float(ord))  # noqa: E731
+    fn = inner.get(ord, general)
     total = reduce_over(b, "sum", x, dim, keepdim, wide, lambda e: fn(ex.cast(e, wide)))
     if ord in (0, 1):
         return retyped(total, out)
