@@ -11,6 +11,7 @@ import torch.fx as fx
 from dicp import compat
 from dicp.compiler import Compiled, compile_graph
 from dicp.ops.decompositions import decomposition_table
+from dicp.passes.layout import FREE_OUTPUTS, repropagate
 from dicp.schedule.defs import View
 
 
@@ -39,20 +40,22 @@ def _free_saved_strides(graph: fx.GraphModule) -> None:
     symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.graph.nodes)
     if visible is None or symbolic:
         return
-    output = next(iter(reversed(graph.graph.nodes)))
-    shown = set(output.args[0][:visible])
-    for node in output.args[0][visible:]:
-        if isinstance(node, fx.Node) and node.op != "placeholder" and node not in shown and \
-                isinstance(node.meta.get("val"), torch.Tensor):
-            node.meta["dicp_free_strides"] = True
+    results = next(iter(reversed(graph.graph.nodes))).args[0]
+    shown = set(results[:visible])
+    graph.meta[FREE_OUTPUTS] = tuple(
+        k for k, node in enumerate(results) if k >= visible and isinstance(node, fx.Node) and node.op != "placeholder"
+        and node not in shown and isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def _saved_as_given(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Saved values arrive with the strides the forward gave them, which may differ from those that were traced."""
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    changed = False
     for node, given in zip(placeholders, inputs, strict=True):
-        if isinstance(given, torch.Tensor):
-            node.meta["val"] = given
+        if isinstance(given, torch.Tensor) and given.stride() != node.meta["val"].stride():
+            node.meta["val"], changed = given, True
+    if changed:
+        repropagate(graph)
 
 
 def output_strides(compiled: Compiled) -> list[Any]:

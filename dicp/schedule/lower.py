@@ -495,7 +495,8 @@ class _Lowering:
         results = node.args[0]
         assert isinstance(results, (tuple, list))
         mutated = {ph.name for ph, _ in self.mutations}
-        returned = [self._output(r, mutated) for r in results]
+        free = set(self.gm.meta.get("dicp_free_outputs", ()))
+        returned = [self._output(r, mutated, k in free) for k, r in enumerate(results)]
         sources = [self._mutation_source(ph, src, mutated) for ph, src in self.mutations]
         for (ph, _), value in zip(self.mutations, sources, strict=True):
             if value is not None:
@@ -520,7 +521,7 @@ class _Lowering:
             return wanted
         return self._named(wanted, ph)
 
-    def _output(self, r: Any, mutated: set[str]) -> Any:
+    def _output(self, r: Any, mutated: set[str], free: bool) -> Any:
         if not isinstance(r, fx.Node):
             return r
         value = self.values[r]
@@ -539,12 +540,11 @@ class _Lowering:
             window = _window(buffer.flat(expr.args[1]), idx, shape)
             aliases = buffer.kind == "constant" or buffer.name in mutated       # the caller may see it change
             if window is not None and buffer.dtype == value.dtype and not aliases and \
-                    (_strides_agree(window[0], strides, shape) or r.meta.get("dicp_free_strides")):
+                    (free or _strides_agree(window[0], strides, shape)):
                 if buffer.kind == "temp":
                     buffer.kind = "output"
                 if buffer.kind != "alias":
-                    return View(buffer, shape, window[0] if r.meta.get("dicp_free_strides") else strides, window[1])
-        free = r.meta.get("dicp_free_strides")
+                    return View(buffer, shape, window[0] if free else strides, window[1])
         order = self._strides(shape, r) if free else strides
         if not free and not _no_overlap(val):
             order = dense_strides(shape, tuple(range(len(shape))))

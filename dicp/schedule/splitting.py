@@ -22,6 +22,8 @@ from dicp.ir.value import Indices, Shape, Value
 MIN_EXTENT = 4096       # elements under one result below which a split costs more than it brings
 MIN_WORK = 1 << 16      # elements in all
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "welford")
+LONG_CHAIN = 1024       # values added one after the other above which float error asks for more pieces
+MIN_CHAIN = 32          # values a piece has at least: each piece is a result that is read again
 COLUMN_BLOCK = 64       # results a core takes at a time when they are contiguous
 
 
@@ -74,11 +76,16 @@ def split_extent(kind: str, shape: Shape, extent: Shape, sample: Expr, buffers: 
     enough = 4 * threads if _rows(sample, Var(f"r{last}", extent[last]), buffers) else 4 * threads * COLUMN_BLOCK
     if results >= enough:
         return None
-    total = 1
+    total, chosen = 1, 0
     for lead in range(1, len(extent)):
         total *= extent[lead - 1]  # type: ignore[operator]
-        if total >= threads and under // total >= 16:
-            return Split(lead, None) if total <= 64 * threads else _cut(extent, threads)
+        rest = under // total
+        if chosen and (rest < MIN_CHAIN or under * extent[lead - 1] // total <= LONG_CHAIN):  # type: ignore[operator]
+            break
+        if total >= threads and rest >= 16:
+            chosen = lead
+    if chosen:
+        return Split(chosen, None)
     return _cut(extent, threads)
 
 
