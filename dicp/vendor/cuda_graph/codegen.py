@@ -343,19 +343,22 @@ class _KernelWriter:
 
     def _store(self, s: Store, where: str, value: str, live: str) -> list[str]:
         dtype = self.writer.storage[s.buffer]
+        low = dtype in ex.LOW_PRECISION
+
+        def kept(text: str) -> str:
+            return f"d.narrow({text}, {TYPES[dtype]})" if low else text
         mask = f", mask={live}" if live else ""
         if s.mode == "set":
-            return [f"tl.store({where}, {value}{mask})"]
+            return [f"tl.store({where}, {kept(value)}{mask})"]
         if not s.unique and not self.tile.serial:
-            kept = f"{value}.to({TYPES[dtype]})" if dtype in ex.LOW_PRECISION else value
-            return [f"tl.atomic_{s.mode}({where}, {kept}{mask}, sem=\"relaxed\")"]
+            return [f"tl.atomic_{s.mode}({where}, {kept(value)}{mask}, sem=\"relaxed\")"]
         kind = s.value.dtype
         old = f"tl.load({where}{mask}{', other=0' if mask else ''})"
-        old = f"{old}.to(tl.float32)" if dtype in ex.LOW_PRECISION else old
+        old = f"d.widen({old})" if low else old
         new = {"add": "{} + {}", "mul": "{} * {}", "max": "d.maximum({}, {})", "min": "d.minimum({}, {})"}[s.mode]
         if kind == torch.bool:
             new = {"add": "{} | {}", "mul": "{} & {}", "max": "{} | {}", "min": "{} & {}"}[s.mode]
-        return [f"tl.store({where}, {new.format(old, value)}{mask})"]
+        return [f"tl.store({where}, {kept(new.format(old, value))}{mask})"]
 
     def _pointwise(self) -> list[str]:
         scope = Scope()

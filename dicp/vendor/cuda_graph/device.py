@@ -417,6 +417,18 @@ def lgamma(x):
 
 
 @triton.jit
+def widen(x):
+    """A bfloat16 or float16 as float32."""
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """A float32 rounded to the nearest bfloat16 or float16, even ones on ties."""
+    return x.to(dtype)
+
+
+@triton.jit
 def check(position, size, wrap: tl.constexpr, flag, live):
     """A run-time index, from the end when negative and `wrap`. Out of range it raises `flag` and becomes 0."""
     if wrap:

@@ -31,7 +31,7 @@ def namespace() -> types.SimpleNamespace:
         if isinstance(fn, types.FunctionType):
             space[name] = types.FunctionType(fn.__code__, space, name, fn.__defaults__)
     space |= {n: f for n, f in _libdevice().items() if n in space and n not in ("fmod",)}
-    space |= _rows()
+    space |= _rows() | {"widen": widen, "narrow": narrow}
     return types.SimpleNamespace(**space)
 
 
@@ -62,6 +62,23 @@ def _elementwise(word: str) -> Callable[..., Any]:
 
 def _libdevice() -> dict[str, Callable[..., Any]]:
     return {name: _elementwise(name) for name in LIBDEVICE} | {n: _elementwise(w) for n, w in RENAMED.items()}
+
+
+def widen(x: Any) -> Any:
+    """Exact; the interpreter's own conversion is not, for numbers that are not normal."""
+    data = x.handle.data
+    wide = (data.astype(np.uint32) << 16).view(np.float32) if x.dtype == tl.bfloat16 else data.astype(np.float32)
+    return tl.tensor(TensorHandle(wide, tl.float32), tl.block_type(tl.float32, x.type.shape) if x.type.is_block() else
+                     tl.float32)
+
+
+def narrow(x: Any, dtype: Any) -> Any:
+    """To the nearest; the interpreter's own conversion truncates."""
+    kind = torch.bfloat16 if dtype == tl.bfloat16 else torch.float16
+    data = torch.from_numpy(np.ascontiguousarray(x.handle.data)).to(kind)
+    bits = data.view(torch.int16).numpy().view(np.uint16 if kind == torch.bfloat16 else np.float16)
+    bits = bits.reshape(x.handle.data.shape)
+    return tl.tensor(TensorHandle(bits, dtype), tl.block_type(dtype, x.type.shape) if x.type.is_block() else dtype)
 
 
 # -- reductions and scans along axis 1 ---------------------------------------------------------------------------

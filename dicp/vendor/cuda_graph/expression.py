@@ -194,7 +194,7 @@ class ExpressionWriter:
         if x.op == "cast":
             return cast_text(self.write(x.args[0], scope, mask), x.args[0].dtype, x.dtype)
         if x.op == "round":
-            return f"{self.write(x.args[0], scope, mask)}.to({TYPES[x.args[1]]}).to(tl.float32)"
+            return f"d.widen(d.narrow({self.write(x.args[0], scope, mask)}, {TYPES[x.args[1]]}))"
         return self._operation(x, scope, mask)
 
     def _operation(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
@@ -268,7 +268,7 @@ class ExpressionWriter:
         live = self.mask_text(want, mask)
         text = f"tl.load({where}, mask={live}, other=0)" if live else f"tl.load({where})"
         dtype = self.storage[buffer]
-        return f"{text}.to(tl.float32)" if dtype in ex.LOW_PRECISION else text
+        return f"d.widen({text})" if dtype in ex.LOW_PRECISION else text
 
     storage: dict[str, torch.dtype]
 

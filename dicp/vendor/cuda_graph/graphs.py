@@ -65,6 +65,13 @@ class CudaBackend:
         return compat.storage_users(t)
 
 
+@dataclass(frozen=True)
+class Given:
+    """A result that is the input at this position."""
+
+    position: int
+
+
 @dataclass
 class Instance:
     """One capture: how to replay it, the static memory of copied inputs, and its results."""
@@ -80,7 +87,7 @@ class Instance:
 class Sizes:
     """What is known of calls with one set of sizes on one stream."""
 
-    addresses: list[int]
+    addresses: dict[int, int]       # of the inputs read in place, by position
     copied: set[int]
     pool: Any
     instances: list[Instance] = field(default_factory=list)
@@ -129,6 +136,12 @@ class Graphed:
     def __init__(self, call: Call, program: Program, backend: Any, raise_checks: Callable[[], None] | None) -> None:
         self.call, self.program, self.backend, self.raise_checks = call, program, backend, raise_checks
         self.mutated = mutated_inputs(program)
+        inputs = list(enumerate(program.lowered.inputs))
+        self.tensors = [k for k, b in inputs if isinstance(b, Buffer)]
+        self.numbers = [k for k, b in inputs if not isinstance(b, Buffer)]
+        self.varying = [k for k, b in inputs if isinstance(b, Buffer) and
+                        not all(isinstance(n, int) for n in (*b.shape, *b.strides))]
+        self.anchor = next((k for k, b in inputs if isinstance(b, Buffer) and b.shape != ()), None)
         self.sizes: dict[Any, Sizes] = {}
         self.pools: dict[tuple[int, int], Any] = {}
         self.stopped: str | None = None
@@ -141,35 +154,36 @@ class Graphed:
             return self._call(args)
 
     def _call(self, args: list[Any]) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if not tensors:
+        if self.anchor is None:
             return self.call(args)
-        anchor = max(tensors, key=lambda t: (t.device.type != "cpu", t.dim()))
-        place = self.backend.place(anchor.device)
-        key = (place, tuple((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args))
+        device = args[self.anchor].device
+        place = self.backend.place(device)
+        key = (place, *(args[k] for k in self.numbers), *((args[k].shape, args[k].stride()) for k in self.varying))
         known = self.sizes.get(key)
         if known is None:
-            if len(self.sizes) >= MAX_SIZES:
-                return self.call(args)
-            pool = self.pools.setdefault(place, None) or self.backend.pool()
-            self.pools[place] = pool
-            moving = {k for k, a in enumerate(args) if isinstance(a, torch.Tensor) and a.device != anchor.device}
-            self.sizes[key] = Sizes(_addresses(args), moving, pool)
+            if len(self.sizes) < MAX_SIZES:
+                self._remember(key, place, args, device)
             return self.call(args)
-        moved = {k for k, (a, b) in enumerate(zip(_addresses(args), known.addresses, strict=True)) if a != b}
-        if not moved <= known.copied:
+        moved = {k for k, at in known.addresses.items() if args[k].data_ptr() != at}
+        if moved:
             self._copy_from_now_on(known, moved)
-        instance = self._idle_instance(known) or self._capture(known, args, anchor.device)
-        if instance is None:
-            return self.call(args)
-        return self._replay(instance, known, args)
+        instance = self._idle_instance(known) or self._capture(known, args, device)
+        return self._replay(instance, args) if instance is not None else self.call(args)
+
+    def _remember(self, key: Any, place: tuple[int, int], args: list[Any], device: torch.device) -> None:
+        if place not in self.pools:
+            self.pools[place] = self.backend.pool()
+        elsewhere = {k for k in self.tensors if args[k].device != device}
+        addresses = {k: args[k].data_ptr() for k in self.tensors if k not in elsewhere}
+        self.sizes[key] = Sizes(addresses, elsewhere, self.pools[place])
 
     def _copy_from_now_on(self, known: Sizes, moved: set[int]) -> None:
-        known.copied |= moved
         known.recaptures += bool(known.instances)
         known.instances.clear()
         if known.recaptures > MAX_RECAPTURES:
-            known.copied |= set(range(len(known.addresses)))
+            moved = set(self.tensors)
+        known.copied |= moved
+        known.addresses = {k: at for k, at in known.addresses.items() if k not in known.copied}
 
     def _idle_instance(self, known: Sizes) -> Instance | None:
         for instance in known.instances:
@@ -181,7 +195,7 @@ class Graphed:
         if len(known.instances) >= INSTANCES:
             return None
         static = {k: torch.empty_strided(args[k].shape, args[k].stride(), dtype=args[k].dtype, device=device)
-                  for k in known.copied if isinstance(args[k], torch.Tensor)}
+                  for k in sorted(known.copied)}
         for k, t in static.items():
             t.copy_(args[k])
         given = [static.get(k, a) for k, a in enumerate(args)]
@@ -192,14 +206,18 @@ class Graphed:
             log.warning("%s runs without a CUDA graph: the capture failed: %s", self.program.name, self.stopped)
             self.sizes.clear()
             return None
-        known.instances.append(Instance(replay, static, results))
-        made = known.instances[-1]
-        inputs = {id(a) for a in given}
-        made.tensors = [t for t in _flat(results) if isinstance(t, torch.Tensor) and id(t) not in inputs]
+        given_at = {id(a): k for k, a in enumerate(given) if isinstance(a, torch.Tensor)}
+        kept = [Given(given_at[id(r)]) if id(r) in given_at else r for r in _flat(results)]
+        in_place = {given[k].untyped_storage().data_ptr() for k in self.tensors if k not in static}
+        made = Instance(replay, static, kept)
+        made.tensors = [t for t in kept if isinstance(t, torch.Tensor) and
+                        t.untyped_storage().data_ptr() not in in_place]
+        del results, given
         made.idle = [self.backend.users(t) for t in made.tensors]
+        known.instances.append(made)
         return made
 
-    def _replay(self, instance: Instance, known: Sizes, args: list[Any]) -> Any:
+    def _replay(self, instance: Instance, args: list[Any]) -> Any:
         if self.raise_checks is not None:
             self.raise_checks()
         for k, t in instance.static.items():
@@ -207,19 +225,10 @@ class Graphed:
         instance.replay()
         for k in self.mutated & set(instance.static):
             args[k].copy_(instance.static[k], non_blocking=True)
-        back = {id(t): args[k] for k, t in instance.static.items()}
+        out = tuple(args[r.position] if isinstance(r, Given) else r.detach() if isinstance(r, torch.Tensor) else r
+                    for r in instance.results)
         args.clear()
-        return tuple(self._hand_out(r, back) for r in instance.results)
-
-    def _hand_out(self, result: Any, back: dict[int, Any]) -> Any:
-        """A result as the caller gets it: an input is his own, anything else a new tensor on the graph's memory."""
-        if not isinstance(result, torch.Tensor):
-            return result
-        return back[id(result)] if id(result) in back else result.detach()
-
-
-def _addresses(args: list[Any]) -> list[int]:
-    return [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+        return out
 
 
 def _flat(results: Any) -> list[Any]:
