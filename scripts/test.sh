@@ -13,6 +13,9 @@ bash scripts/setup_env.sh || exit 1
 # shellcheck disable=SC1091
 . "${DICP_VENV:-.venv}/bin/activate"
 
+# Threads that wait must not spin: tests share the CPUs with compilers, and with whatever else the machine does.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+
 failed=()
 step() {  # step <name> <command>...
   local name="$1" start=$SECONDS

@@ -3,7 +3,8 @@ through."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,15 @@ def all_losses(run: list[Step]) -> Tensor:
     return torch.stack([step.loss for step in run])
 
 
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Eager runs its own convolutions."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # about GPUs, from the flag's setter
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
 def eager_ways(
     arm: Arm, case: Case, inputs: Inputs, steps: int
 ) -> list[tuple[list[Step], dict[str, Tensor]]]:
@@ -128,7 +138,7 @@ def eager_ways(
         plain = copy.deepcopy(arm.model)
         ways.append((Arm("channels last", wide, wide, arm.dtype), images, contextlib.nullcontext()))
         ways.append(
-            (Arm("no oneDNN", plain, plain, arm.dtype), inputs, torch.backends.mkldnn.flags(enabled=False))
+            (Arm("no oneDNN", plain, plain, arm.dtype), inputs, without_onednn())
         )
     done = []
     for way, given, context in ways:
@@ -139,7 +149,7 @@ def eager_ways(
 
 
 @contextlib.contextmanager
-def restored(models: Iterable[nn.Module]) -> Any:
+def restored(models: Iterable[nn.Module]) -> Iterator[None]:
     """Put parameters and buffers back, in place, to what they were."""
     kept = [(m, copy.deepcopy(m.state_dict())) for m in models]
     try:

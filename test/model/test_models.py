@@ -19,7 +19,7 @@ DYNAMIC = [
 
 
 @pytest.mark.parametrize("name, dtype, dynamic", STATIC + DYNAMIC)
-def test_model_agrees_with_eager_under_the_fp64_rule(name: str, dtype: str, dynamic: bool) -> None:
+def test_model_agrees_with_eager(name: str, dtype: str, dynamic: bool) -> None:
     result = run.run_case(name, "dicp_cpu", dtype, dynamic, "small", rounds=1)
     assert result.ok, "\n".join(result.problems)
     assert result.extern == 0, f"{result.extern} ops ran as extern calls"
