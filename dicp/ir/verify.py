@@ -28,15 +28,20 @@ def insert(
     kwargs: Mapping[str, Any] | None = None,
     *,
     like: Node,
+    value: Any = None,
 ) -> Node:
     """Add a call at the graph's insertion point, its `meta["val"]` inferred, its origin that of `like`.
 
+    value: the result as a fake tensor, where the caller knows it: inferring takes most of a pass's time.
     Raises whatever the operator's fake implementation raises for arguments it refuses.
     """
     node = graph.call_function(target, tuple(args), dict(kwargs or {}))
     for key in _COPIED_META:
         if key in like.meta:
             node.meta[key] = like.meta[key]
+    if value is not None:
+        node.meta["val"] = value
+        return node
     try:
         node.meta["val"] = infer(node, fake_mode_of(_values([like, *node.all_input_nodes])))
     except BaseException:

@@ -15,6 +15,7 @@ from dicp.ir.verify import insert, same_meta
 from dicp.passes.facts import (
     aten,
     base_of,
+    is_contiguous,
     is_plain_cast,
     is_pure,
     is_tensor,
@@ -114,6 +115,12 @@ def _insert_before(node: Node, target: Any, *args: Any) -> Node:
         return insert(node.graph, target, args, like=node)
 
 
+def _respell(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Another call that gives the very same tensor."""
+    with node.graph.inserting_before(node):
+        return insert(node.graph, target, args, kwargs, like=node, value=value_of(node))
+
+
 def _input(node: Node) -> Node | None:
     """alias(x), detach(x), clone(x), expand(x, x.shape), ...  ->  x   where the metas are equal"""
     x = node.args[0]
@@ -129,12 +136,12 @@ def _transpose_to_permute(node: Node) -> Node | None:
         return x
     a, b = node.args[1:] if node.target is aten.transpose.int else (0, 1)
     dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
-    return _insert_before(node, aten.permute.default, x, dims)
+    return _respell(node, aten.permute.default, x, dims)
 
 
 def _unsafe_view_to_view(node: Node) -> Node | None:
     """_unsafe_view(x, s)  ->  view(x, s)"""
-    return _insert_before(node, aten.view.default, *node.args)
+    return _respell(node, aten.view.default, *node.args)
 
 
 def _permute_of_permute(node: Node) -> Node | None:
@@ -148,7 +155,7 @@ def _permute_of_permute(node: Node) -> Node | None:
     assert isinstance(inner, Node)
     if order == list(range(len(order))):
         return inner
-    return None if inner is x else _insert_before(node, aten.permute.default, inner, order)
+    return None if inner is x else _respell(node, aten.permute.default, inner, order)
 
 
 def _permute_of_unsqueeze(node: Node) -> Node | None:
@@ -161,7 +168,7 @@ def _permute_of_unsqueeze(node: Node) -> Node | None:
     assert isinstance(x, Node)
     if order != list(range(len(order))):
         x = _insert_before(node, aten.permute.default, x, order)
-    return _insert_before(node, aten.unsqueeze.default, x, dims.index(new))
+    return _respell(node, aten.unsqueeze.default, x, dims.index(new))
 
 
 def _permute_of_unit_dims(node: Node) -> Node | None:
@@ -170,7 +177,7 @@ def _permute_of_unit_dims(node: Node) -> Node | None:
     moved = [d for d, size in zip(dims, shape) if not known_equal(size, 1)]
     if moved != sorted(moved) or not all(isinstance(size, int) for size in shape):
         return None
-    return _insert_before(node, aten.view.default, node.args[0], shape)
+    return _respell(node, aten.view.default, node.args[0], shape)
 
 
 def _dims(dims: Any) -> list[int]:
@@ -186,6 +193,8 @@ def _view_of_view(node: Node) -> Node | None:
     assert isinstance(x, Node)
     if same_meta(value_of(node), value_of(x)):
         return x
+    if is_contiguous(x):
+        return _respell(node, aten.view.default, x, shape)
     try:
         return _insert_before(node, aten.view.default, x, shape)
     except (RuntimeError, ValueError):  # x's strides allow it in two steps only
@@ -214,7 +223,7 @@ def _cast_of_lossless_cast(node: Node) -> Node | None:
         return None
     if value_of(node).dtype == value_of(x).dtype:
         return x
-    return _insert_before(node, prims.convert_element_type.default, x, value_of(node).dtype)
+    return _respell(node, prims.convert_element_type.default, x, value_of(node).dtype)
 
 
 def _identity_arithmetic(node: Node) -> Node | None:
@@ -275,8 +284,7 @@ def _copy_of_copy(node: Node) -> Node | None:
     if below.target is not aten.clone.default:
         return None
     x = below.args[0] if dims is None else _insert_before(node, aten.permute.default, below.args[0], dims)
-    with node.graph.inserting_before(node):
-        return insert(node.graph, node.target, (x,), node.kwargs, like=node)
+    return _respell(node, node.target, x, **node.kwargs)
 
 
 _ALIASES: tuple[Rule, ...] = (_input,)

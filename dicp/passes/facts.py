@@ -57,6 +57,19 @@ def same_dtype(a: object, b: object) -> bool:
     return value_of(a).dtype == value_of(b).dtype
 
 
+def is_contiguous(node: Node) -> bool:
+    """Whether the strides are those of a contiguous tensor for all values of the size symbols."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride())):
+        if not known_equal(size, 1) and not known_equal(stride, expected):
+            return False
+        expected = expected * size
+    return True
+
+
 def mutated_arguments(node: Node) -> list[Node]:
     """The nodes whose memory a call writes."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:

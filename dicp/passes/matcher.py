@@ -194,6 +194,14 @@ def match(pattern: Pat, node: Node) -> Match | None:
     return None
 
 
+def targets_of(pattern: Pat) -> tuple[Target, ...]:
+    """The targets a call needs to have to match, for patterns that are an `op` or a choice of some."""
+    if isinstance(pattern, Either):
+        return tuple(dict.fromkeys(t for choice in pattern.choices for t in targets_of(choice)))
+    assert isinstance(pattern, Op), "the pattern has no root of its own"
+    return pattern.targets
+
+
 def _match_all(patterns: tuple[Pat, ...], values: Any, state: State) -> Iterator[State]:
     if not patterns:
         yield state

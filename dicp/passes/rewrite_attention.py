@@ -84,16 +84,18 @@ def rewrite_attention(gm: GraphModule, vendor: Claims) -> GraphModule:
     softmax: a written-out softmax with a mask is taken only where it treats such rows itself, or where the
     mask is finite. Dropout on the weights, or weights used elsewhere (saved for the backward), prevent it.
     """
-    register()
+    found_any = False
     for node in list(gm.graph.nodes):
         found = _fused_operator(node) or _written_out(node)
         if found is None:
             continue
+        register()
+        found_any = True
         shared = _share_heads(found)
         if shared is not None and _apply(shared, vendor):
             continue
         _apply(found, vendor)  # heads repeated, for a vendor that does not share them
-    return finish(gm)
+    return finish(gm) if found_any else gm
 
 
 # -- the operators ------------------
@@ -145,11 +147,13 @@ _SAFE_SOFTMAX: Pat = op(aten.where.self, _closed_rows, 0, through(_CASTS, _SOFTM
 _WEIGHTS: Pat = through(_CASTS, either(_SAFE_SOFTMAX, _SOFTMAX))
 
 
-def _written_out(root: Node) -> Attention | None:
-    """Peel view(bmm(softmax(view(bmm(q, k.T)) * c + mask), v)) off from the outside."""
-    outer = _batched_matmul(root)
-    if outer is None:
+def _written_out(outer: Node) -> Attention | None:
+    """Peel bmm(softmax(view(bmm(q, k.T)) * c + mask), v) off from the outside."""
+    if outer.target is not aten.bmm.default:
         return None
+    user = sole_user(outer)
+    # Merged with the views that follow it, the view to [B, H, Sq, Dv] may be missing: then bmm is the root.
+    root = user if user is not None and _batched_matmul(user) is outer else outer
     inside = [outer]  # of the size of the scores: computed for nothing unless nobody else uses them
     weights = _without_regrouping(outer.args[0], inside)
     softmax = match(_WEIGHTS, weights)
@@ -161,12 +165,14 @@ def _written_out(root: Node) -> Attention | None:
     if inner is None or (mask is not None and not (softmax.get("safe") or mask.finite)):
         return None
     inside += [scores, inner]
-    if any(user not in inside and user is not root for node in inside for user in node.users):
+    if any(
+        user not in inside and user is not root for node in inside if node is not root for user in node.users
+    ):
         return None
     q, k, v = _operand(inner.args[0]), _operand(inner.args[1]), _operand(outer.args[1])
     k = dataclasses.replace(k, swapped=not k.swapped)  # the product took k.T
     scale *= q.scale * k.scale
-    heads = _leading(root)
+    heads = _leading(scores)
     end = _after_casts(root, q.node)
     if (
         v.scale != 1
@@ -348,6 +354,8 @@ def _apply(found: Attention, vendor: Claims) -> bool:
     result = call
     if not same_meta(value_of(call), value_of(found.root)):
         result = emit(aten.clone.default, call, memory_format=torch.contiguous_format)
+    if rank(found.root) == 3:
+        result = emit(aten.view.default, result, [-1, _size(emit, q, 2), _size(emit, v, 3)])
     if not same_meta(value_of(result), value_of(found.root)) or not vendor.supports(target, call):
         emit.undo()
         return False

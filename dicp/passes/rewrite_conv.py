@@ -10,8 +10,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.compat import known_equal, size_hint
+from dicp.ir.verify import same_meta
 from dicp.ops.library import register
-from dicp.passes.facts import aten, is_tensor, rank, same_dtype, same_shape, value_of
+from dicp.passes.facts import aten, is_contiguous, is_tensor, rank, same_dtype, same_shape, value_of
 from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
 
 _PER_CHANNEL = {
@@ -69,11 +70,12 @@ def rewrite_conv(gm: GraphModule, vendor: Claims) -> GraphModule:
     float64: a weight rounded to bfloat16 once more may double the error eager makes.
     Transposed convolutions stay. Chains the vendor does not claim are shortened from their end.
     """
+    nodes = [n for n in gm.graph.nodes if n.target is aten.convolution.default and not n.args[6]]
+    if not nodes:
+        return gm
     register()
     activations = activations_of(gm)
-    for node in list(gm.graph.nodes):
-        if node.target is not aten.convolution.default or node.args[6]:
-            continue
+    for node in nodes:
         for conv in reversed(list(_chain(Conv(node, node), activations))):
             if conv.scales and not _folding_pays(conv):
                 continue
@@ -101,6 +103,8 @@ def _normalise(conv: Conv) -> Conv | None:
     if result is None or result.args[1] != 0:
         return None
     weight, bias, mean, var, _, eps = user.args[1:]
+    if any(v is not None and not same_dtype(v, conv.root) for v in (weight, bias, mean, var)):
+        return None  # float32 statistics of a bfloat16 activation
     norm = Norm(weight, bias, mean, var, eps)  # type: ignore[arg-type]
     return dataclasses.replace(conv, root=result, affine=(*conv.affine, norm))
 
@@ -177,6 +181,8 @@ def _bytes(value: torch.Tensor) -> int:
 def _apply(conv: Conv, vendor: Claims) -> bool:
     """Put the call in the graph, if it gives the same tensor and the vendor claims it."""
     x, w, b, stride, padding, dilation, _, _, groups = conv.node.args
+    if not same_meta(value_of(conv.node), value_of(conv.root)):
+        return False  # eager's strides are `other`'s
     emit = Emitter(conv.root)
     weight, bias = _fold(emit, conv.affine, w, b)
     args = (x, weight, bias, conv.other, stride, padding, dilation, groups, conv.act)
@@ -195,29 +201,42 @@ def _fold(emit: Emitter, steps: tuple[Step | Norm, ...], weight: Any, bias: Any)
     """
     scale, shift = None, bias
     for step in (s for norm_or_step in steps for s in _steps(emit, norm_or_step)):
+        like = _vector_value(step.operand)
         if step.name in ("add", "sub"):
             shift = _shifted(emit, shift, step)
         else:
-            factor = step.operand if step.name == "mul" else emit(aten.reciprocal.default, step.operand)
-            scale = factor if scale is None else emit(aten.mul.Tensor, scale, factor)
-            shift = None if shift is None else emit(aten.mul.Tensor, shift, factor)
+            factor = step.operand
+            if step.name == "div":
+                factor = emit(aten.reciprocal.default, factor, value=like)
+            scale = factor if scale is None else emit(aten.mul.Tensor, scale, factor, value=like)
+            shift = None if shift is None else emit(aten.mul.Tensor, shift, factor, value=like)
     if scale is not None:
         spread = emit(aten.view.default, scale, [-1] + [1] * (rank(weight) - 1))
-        weight = emit(aten.mul.Tensor, weight, spread)
+        dense = value_of(weight) if is_contiguous(weight) else None
+        weight = emit(aten.mul.Tensor, weight, spread, value=dense)
     return weight, shift
+
+
+def _vector_value(vector: Node) -> Any:
+    """What elementwise calls on vectors of N elements give, if that needs no inferring."""
+    return value_of(vector) if is_contiguous(vector) else None
 
 
 def _steps(emit: Emitter, step: Step | Norm) -> list[Step]:
     """batch_norm  ->  sub mean, mul weight * rsqrt(var + eps), add bias"""
     if isinstance(step, Step):
         return [step]
-    factor = emit(aten.rsqrt.default, emit(aten.add.Tensor, step.var, step.eps))
-    factor = factor if step.weight is None else emit(aten.mul.Tensor, factor, step.weight)
+    like = _vector_value(step.var)
+    factor = emit(aten.rsqrt.default, emit(aten.add.Tensor, step.var, step.eps, value=like), value=like)
+    factor = factor if step.weight is None else emit(aten.mul.Tensor, factor, step.weight, value=like)
     steps = [Step("sub", step.mean), Step("mul", factor)]
     return steps if step.bias is None else [*steps, Step("add", step.bias)]
 
 
 def _shifted(emit: Emitter, shift: Any, step: Step) -> Any:
+    like = _vector_value(step.operand)
     if shift is not None:
-        return emit(aten.add.Tensor if step.name == "add" else aten.sub.Tensor, shift, step.operand)
-    return step.operand if step.name == "add" else emit(aten.neg.default, step.operand)
+        return emit(
+            aten.add.Tensor if step.name == "add" else aten.sub.Tensor, shift, step.operand, value=like
+        )
+    return step.operand if step.name == "add" else emit(aten.neg.default, step.operand, value=like)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from dicp.compat import known_equal
 from dicp.ops.library import register
-from dicp.passes.facts import aten, is_tensor, rank, same_dtype, same_shape, value_of
+from dicp.passes.facts import aten, is_contiguous, is_tensor, rank, same_dtype, same_shape, value_of
 from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
 
 
@@ -37,12 +37,12 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
     Products with an untransposed weight (GPT-2's Conv1D) stay.
     """
+    products = [p for p in map(_product, gm.graph.nodes) if p is not None]
+    if not products:
+        return gm
     register()
     activations = activations_of(gm)
-    for node in list(gm.graph.nodes):
-        start = _product(node)
-        if start is None:
-            continue
+    for start in products:
         for linear in reversed(list(_chain(start, activations))):
             if _apply(linear, vendor):
                 break
@@ -51,6 +51,8 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
 
 def _apply(linear: Linear, vendor: Claims) -> bool:
     """Put the call in the graph, if it gives the same tensor and the vendor claims it."""
+    if not is_contiguous(linear.root):
+        return False  # eager's strides are `other`'s
     emit = Emitter(linear.root)
     x = linear.x
     if linear.rows is not None:

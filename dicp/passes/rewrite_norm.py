@@ -19,6 +19,8 @@ def rewrite_norm(gm: GraphModule) -> GraphModule:
     elementwise part, and a layer norm already in one call, are left to fusion, which needs no pattern.
     """
     means: dict[Any, Node] = {}
+    if not any(node.target is aten.var.correction for node in gm.graph.nodes):
+        return gm
     for node in gm.graph.nodes:
         if node.target is aten.mean.dim and not node.kwargs:
             means[_reduction(node, node.args[2] if len(node.args) > 2 else False)] = node

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule, Node
 
-from dicp.ir.verify import insert, same_meta
+from dicp.ir.verify import insert
 from dicp.passes.facts import aten, is_plain_cast, is_pure, same_dtype, same_shape, value_of
-from dicp.passes.matcher import Match, Pat, both_ways, either, match, op, var
+from dicp.passes.matcher import Match, Pat, both_ways, either, match, op, targets_of, var
 
 
 class Claims(Protocol):
@@ -26,13 +26,13 @@ Activations = dict[Node, tuple[str, Node]]
 
 
 def try_claim(vendor: Claims, target: Any, args: Sequence[Any], *, at: Node) -> Node | None:
-    """`target(*args)` in the place of node `at`, if it gives the same tensor and the vendor claims it.
+    """`target(*args)`, which gives the tensor that node `at` does, if the vendor claims it.
 
     The new node stands before `at`; nothing uses it yet.
     """
     with at.graph.inserting_before(at):
-        new = insert(at.graph, target, args, like=at)
-    if same_meta(value_of(new), value_of(at)) and vendor.supports(target, new):
+        new = insert(at.graph, target, args, like=at, value=value_of(at))
+    if vendor.supports(target, new):
         return new
     at.graph.erase_node(new)
     return None
@@ -45,9 +45,10 @@ class Emitter:
         self._at = at
         self._made: list[Node] = []
 
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def __call__(self, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> Node:
+        """value: the fake result, where it is known."""
         with self._at.graph.inserting_before(self._at):
-            self._made.append(insert(self._at.graph, target, args, kwargs, like=self._at))
+            self._made.append(insert(self._at.graph, target, args, kwargs, like=self._at, value=value))
         return self._made[-1]
 
     def undo(self) -> None:
@@ -114,13 +115,17 @@ _PATTERNS: tuple[tuple[str, Pat], ...] = (
 )
 
 
+_BY_TARGET: dict[Any, list[tuple[str, Pat]]] = {}
+for _name, _pattern in _PATTERNS:
+    for _target in targets_of(_pattern):
+        _BY_TARGET.setdefault(_target, []).append((_name, _pattern))
+
+
 def activations_of(gm: GraphModule) -> Activations:
     """For each value that nothing but one activation uses: which one, and where its result is."""
     found: Activations = {}
     for node in gm.graph.nodes:
-        if node.op != "call_function":
-            continue
-        for name, pattern in _PATTERNS:
+        for name, pattern in _BY_TARGET.get(node.target, ()):
             m = match(pattern, node)
             if m is None or not _is_only_use(m):
                 continue

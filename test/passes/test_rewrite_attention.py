@@ -135,6 +135,20 @@ graph(arg0_1: f32[2,1,5,5], arg1_1: f32[2,4,5,8], arg2_1: f32[2,4,5,8], arg3_1: 
         text = show(g)
         self.assertEqual(self.run_on(g, claims(lambda n: False)), text)
 
+    def test_one_query(self) -> None:
+        g = graph_of(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, 1, H * D),
+            (B, H, 1, D),
+            Q,
+            Q,
+        )
+        self.assertExpectedInline(self.run_on(g), """\
+graph(arg0_1: f32[2,4,1,8], arg1_1: f32[2,4,5,8], arg2_1: f32[2,4,5,8]):
+  v0: f32[2,4,1,8] = dicp.attention(arg0_1, arg1_1, arg2_1, None, False, 0.35355339059327373)
+  v1: f32[2,1,32] = view(v0, [2,1,32])
+  return v1
+""")
+
     def test_symbolic_sizes(self) -> None:
         g = graph_of(
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
