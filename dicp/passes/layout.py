@@ -39,8 +39,8 @@ class LayoutCosts:
     activation_gain: float = 0.5
     weight_loss: float = 4.0
     min_positions: int = 256
-    """Output positions (batch * height * width) under which the library's channels-last kernels are the slower ones:
-    98 positions of 512 channels take 17 ms backward, 5.6 ms row-major; 392 positions of 256 take 4.6 ms either way."""
+    """Output positions (batch * height * width) under which the library is slower channels-last: 98 positions of
+    512 channels take 17 ms backward, 5.6 ms row-major; 392 positions of 256 take 4.6 ms either way."""
 
 
 @dataclasses.dataclass
@@ -88,7 +88,7 @@ def repropagate(gm: GraphModule) -> None:
 
 
 def _may_pay(gm: GraphModule, costs: LayoutCosts) -> bool:
-    """A bound that costs no propagation: convolutions whose results leave the graph pay for those at least."""
+    """A bound without propagation: convolutions whose results leave the graph pay for those at least."""
     free = gm.meta.get(FREE_OUTPUTS, ())
     bound = 0.0
     for node in gm.graph.nodes:
@@ -152,8 +152,9 @@ def _plan_inputs(
         for source in node.all_input_nodes:
             value = plan.values[source]
             turned = source in activations and value is not value_of(source) and _is_channels_last(value)
-            back = _convert(plan, node, source, torch.contiguous_format, converted, costs.conversion) if turned else value
-            yield source, back
+            if turned:
+                value = _convert(plan, node, source, torch.contiguous_format, converted, costs.conversion)
+            yield source, value
         return
     weight = node.args[_weight_index(node)] if activations else None
     for source in node.all_input_nodes:
@@ -170,7 +171,7 @@ def _plan_inputs(
 
 
 def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
-    """Whether a convolution has enough output positions for channels-last; those the user chose so stay so."""
+    """Whether a convolution has positions enough for channels-last; what the user chose stays so."""
     backward = node.target is aten.convolution_backward.default
     result = value_of(node.args[0]) if backward else value_of(node)
     positions = size_hint(result.shape[0]) * size_hint(result.shape[2]) * size_hint(result.shape[3])
