@@ -212,7 +212,7 @@ class Graphed:
         made = Instance(replay, static, kept)
         made.tensors = [t for t in kept if isinstance(t, torch.Tensor) and
                         t.untyped_storage().data_ptr() not in in_place]
-        del results, given
+        del results
         made.idle = [self.backend.users(t) for t in made.tensors]
         known.instances.append(made)
         return made

@@ -40,8 +40,10 @@ _interpreting = threading.Lock()
 def load(source: Source, config: Any) -> Any:
     """The Triton function of an emitted module, which is kept in the build cache."""
     key = Key.of(source=source.text, kind="triton")
-    folder = open_store(config).get_or_build(key, lambda d: (d / f"{source.name}.py").write_text(source.text) and None,
-                                             source.name)
+
+    def write(folder: Path) -> None:
+        (folder / f"{source.name}.py").write_text(source.text)
+    folder = open_store(config).get_or_build(key, write, source.name)
     return load_file(folder / f"{source.name}.py", source.name)
 
 
@@ -206,7 +208,7 @@ class InterpretedKernel:
         from dicp.vendor.cuda_graph.emulate import namespace
         self.source, self.programs = source, programs
         plain = fn.fn
-        space = {"tl": tl, "triton": triton, "d": namespace(), "__name__": source.name}
+        space = {"tl": tl, "triton": triton, "d": namespace(), "range": _range, "__name__": source.name}
         self.run = InterpretedFunction(types.FunctionType(plain.__code__, space, plain.__name__, plain.__defaults__))
         self.run.fn.__annotations__ = dict(plain.__annotations__)
 
@@ -219,6 +221,11 @@ class InterpretedKernel:
         constants = {name: values[name] for name in self.source.constants}
         with _interpreting, np.errstate(all="ignore"):      # the interpreter swaps functions of triton.language
             self.run[(programs,)](*arguments, **constants)
+
+
+def _range(*bounds: Any) -> range:
+    """range over what the interpreter holds sizes in: arrays of one element."""
+    return range(*(int(b.handle.data.item()) if isinstance(b, tl.tensor) else b for b in bounds))
 
 
 # -- alone -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,19 @@
+"""Fixtures: a cache of the test session's own, so that one run does not depend on another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="session")
+def cuda_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("dicp_cuda"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()

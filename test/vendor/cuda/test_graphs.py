@@ -1,0 +1,162 @@
+"""CUDA graph logic, with a stand-in for torch.cuda: a "capture" remembers the call and the memory it used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dicp import compat
+from dicp.ir import index as ix
+from dicp.schedule.defs import Buffer, Raw
+from dicp.vendor.cuda_graph import graphs
+
+
+class FakeCuda:
+    """Replaying runs the function again on the captured inputs, into the captured results."""
+
+    def __init__(self) -> None:
+        self.captures, self.replays, self.stream, self.fail = 0, 0, 7, False
+
+    def place(self, device: torch.device) -> tuple[int, int]:
+        return 0, self.stream
+
+    def capturing(self) -> bool:
+        return False
+
+    def pool(self) -> Any:
+        return object()
+
+    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        if self.fail:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captures += 1
+        results = run()
+        weak = [r.detach() for r in results]        # the graph's own memory
+
+        def replay() -> None:
+            self.replays += 1
+            for kept, new in zip(weak, run()):
+                if kept.data_ptr() != new.data_ptr():
+                    kept.copy_(new)
+        return replay, results
+
+    def users(self, t: torch.Tensor) -> int:
+        return compat.storage_users(t)
+
+
+def program(inputs: list[Any], writes: frozenset[str] = frozenset(), externs: tuple[Any, ...] = ()) -> Any:
+    item = object.__new__(graphs.Launch)
+    item.writes = writes
+    return SimpleNamespace(name="graph", lowered=SimpleNamespace(inputs=inputs), externs=externs, items=[item],
+                           plan=SimpleNamespace(find=lambda n: n))
+
+
+def buffer(name: str, n: Any = 4) -> Buffer:
+    return Buffer(name, (n,), torch.float32, (1,), "input")
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+def add(args: list[Any]) -> tuple[Any, ...]:
+    x, w = args
+    args.clear()
+    return (x + w,)
+
+
+def test_third_call_replays(cuda: FakeCuda) -> None:
+    call = graphs.capturing(add, program([buffer("x"), buffer("w")]), cuda)
+    x, w = torch.ones(4), torch.full((4,), 2.0)
+    for k in range(4):
+        x.fill_(k)
+        assert torch.equal(call([x, w])[0], x + w)
+    assert (cuda.captures, cuda.replays) == (1, 3)
+
+
+def test_moving_inputs_are_copied_and_weights_are_not(cuda: FakeCuda) -> None:
+    call = graphs.capturing(add, program([buffer("x"), buffer("w")]), cuda)
+    w, alive = torch.full((4,), 2.0), []
+    for _ in range(4):
+        x = torch.randn(4)
+        alive.append(x)
+        assert torch.equal(call([x, w])[0], x + w)
+    known = next(iter(call.graphed.sizes.values()))
+    assert known.copied == {0}
+    assert cuda.captures == 1
+
+
+def test_held_results_are_never_overwritten(cuda: FakeCuda) -> None:
+    call = graphs.capturing(add, program([buffer("x"), buffer("w")]), cuda)
+    x, w, kept = torch.ones(4), torch.zeros(4), []
+    for k in range(6):
+        x.fill_(k)
+        kept.append(call([x, w])[0][:2])        # a view keeps them too
+    assert [int(r[0]) for r in kept] == list(range(6))
+    assert cuda.captures == graphs.INSTANCES
+
+
+def test_mutated_input_is_copied_back(cuda: FakeCuda) -> None:
+    def bump(args: list[Any]) -> tuple[Any, ...]:
+        (x,) = args
+        args.clear()
+        x.add_(1)
+        return (x * 2,)
+    call = graphs.capturing(bump, program([buffer("x")], frozenset({"x"})), cuda)
+    for k in range(4):
+        x = torch.full((4,), float(k))
+        keep = x.clone()
+        cuda_before = cuda.captures
+        out = call([x])[0]
+        if cuda.captures == cuda_before:        # the stand-in's capture runs the function; a real one only records
+            assert torch.equal(x, keep + 1)
+            assert torch.equal(out, 2 * (keep + 1))
+        del keep, out
+    assert cuda.replays
+
+
+def test_input_that_is_a_result_is_the_callers_own(cuda: FakeCuda) -> None:
+    def same(args: list[Any]) -> tuple[Any, ...]:
+        (x,) = args
+        args.clear()
+        return (x, x + 1)
+    call = graphs.capturing(same, program([buffer("x")]), cuda)
+    for _ in range(4):
+        x = torch.randn(4)
+        assert call([x])[0] is x
+
+
+def test_each_stream_and_size_has_its_own_capture(cuda: FakeCuda) -> None:
+    s = ix.of(ix.Var("s0", None, 2))
+    call = graphs.capturing(add, program([buffer("x", s), buffer("w", s)]), cuda)
+    for n in (4, 8):
+        x, w = torch.ones(n), torch.ones(n)
+        for _ in range(3):
+            assert call([x, w])[0].shape == (n,)
+    cuda.stream = 8
+    for _ in range(3):
+        call([x, w])
+    assert cuda.captures == 3
+
+
+def test_failed_capture_runs_directly_and_says_so(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    cuda.fail = True
+    call = graphs.capturing(add, program([buffer("x"), buffer("w")]), cuda)
+    x = torch.ones(4)
+    for _ in range(3):
+        assert torch.equal(call([x, x])[0], x + x)
+    assert "not permitted" in caplog.text
+
+
+def test_what_cannot_be_captured_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    node = SimpleNamespace(target="aten.nonzero.default")
+    extern = SimpleNamespace(node=node, results=(ix.of(ix.Var("u0")),), note="model.py:3")
+    assert "depends on data" in (graphs.obstacle(program([buffer("x")], externs=(extern,))) or "")
+    assert "not a plain tensor" in (graphs.obstacle(program([Raw("generator")])) or "")
+    assert graphs.capturing(add, program([Raw("generator")])) is add
+    assert "without a CUDA graph" in caplog.text
