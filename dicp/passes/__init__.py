@@ -28,6 +28,9 @@ class PassConfig(Protocol):
     @property
     def verify(self) -> bool: ...
 
+    @property
+    def layout(self) -> bool: ...
+
 
 class Pass(NamedTuple):
     """A named graph pass; `reason` says why it stands where it stands."""
@@ -69,6 +72,8 @@ def run_passes(
         verify(gm)
     before = _fingerprint(gm) if on_pass else []
     for entry in PASSES:
+        if entry.run is choose_layout and not config.layout:
+            continue
         start = time.perf_counter()
         gm = entry.run(gm, vendor)
         seconds = time.perf_counter() - start

@@ -335,25 +335,37 @@ class _KernelWriter:
 
     def _accumulate_welford(self, s: Reduce, value: str, kind: str, scope: Scope, before: list[str], acc: str,
                             array: str, init) -> None:  # type: ignore[no-untyped-def]
-        """Rows: lanes run Welford's recurrence side by side, tail lanes once less often. Columns: one state a lane."""
+        """Floats: moments in double. Doubles: Welford's recurrence, one state a lane."""
         name, scalar = self._acc(s), SCALAR[s.value.dtype]
-        zero = init(literal(0.0, s.value.dtype))
-        if self.shape.kind == "rows" and self.vector_var is not None:
+        rows = self.shape.kind == "rows" and self.vector_var is not None
+        if s.value.dtype == torch.float32:
+            before.append(f"Moments<{kind}> {name}{array};")
+            scope.lines.append(f"{acc}.add({f'blend(lanes, {value}, 0.0f)' if rows else value});")
+            return
+        if rows:
             before.append(f"RowWelford<{kind}> {name};")
             scope.lines.append(f"{acc}.add({value}, lanes);")
             return
+        zero = init(literal(0.0, s.value.dtype))
         if array:
             before.append(f"Welford<{kind}> {name}{array};")
             before.append(f"for (auto& a : {name}) a = {{{zero}, {zero}}};")
         else:
             before.append(f"Welford<{kind}> {name} = {{{zero}, {zero}}};")
-        position = self._linear_position()
-        count = scope.find((Expr("count", (), torch.int64), None))
+        key = (Expr("count", (), torch.int64), None)
+        count = scope.find(key)
         if count is None:
-            count = self.writer.fresh("w")
-            scope.names[(Expr("count", (), torch.int64), None)] = count
-            scope.lines.append(f"const {scalar} {count} = {scalar}(1) / {scalar}({position} + 1);")
+            count = scope.names[key] = self.writer.fresh("w")
+            scope.lines.append(f"const {scalar} {count} = {scalar}(1) / {scalar}({self._linear_position()} + 1);")
         scope.lines.append(f"{acc}.add({value}, {count});")
+
+    def _moments(self, s: Reduce, acc: str, row: bool) -> list[str]:
+        """(mean, m2) of an accumulator."""
+        if s.value.dtype == torch.float32:
+            n = index_text(ix.product(a.size for a in self.shape.inner), lambda a: a.name)  # type: ignore[attr-defined]
+            prefix = "row_" if row else ""
+            return [f"{acc}.{prefix}mean(double({n}))", f"{acc}.{prefix}m2(double({n}))"]
+        return [f"{acc}.mean()", f"{acc}.m2()"] if row else [f"{acc}.mean", f"{acc}.m2"]
 
     def _accumulate_position(self, s: Reduce, value: str, kind: str, scope: Scope, before: list[str], acc: str,
                              array: str, init, rows: bool) -> None:  # type: ignore[no-untyped-def]
@@ -386,9 +398,8 @@ class _KernelWriter:
         name, vectors = self._acc(s), self.vector_var is not None
         scalar = SCALAR[s.value.dtype]
         if s.kind == "welford":
-            source = f"{name}.{{}}" if not vectors else f"{name}.{{}}()"
-            for ref, part in zip(s.refs, ("mean", "m2"), strict=True):
-                self._result(ref, scalar, source.format(part), outer, s)
+            for ref, text in zip(s.refs, self._moments(s, name, vectors), strict=True):
+                self._result(ref, scalar, text, outer, s)
             return
         if s.kind in ("argmax", "argmin"):
             self._result(s.refs[0], "int64_t", f"h{s.kind}({name}, {name}_at)" if vectors else f"{name}_at", outer, s)
@@ -489,7 +500,7 @@ class _KernelWriter:
         acc = self._acc(s) + slot
         kind = VECTOR[s.value.dtype]
         if s.kind == "welford":
-            parts = [f"{acc}.mean", f"{acc}.m2"]
+            parts = self._moments(s, acc, False)
         elif s.kind in ("argmax", "argmin"):
             kind, parts = "vi64", [f"{self._acc(s)}_at{slot}"]
         elif s.kind == "sum" and s.value.dtype.is_floating_point and self._long():

@@ -47,6 +47,25 @@ template <class V> struct LongSum {
   }
 };
 
+// Mean and sum of squared deviations of floats, from their sum and sum of squares in double: the square of a float is
+// exact there, so the subtraction loses no more than the mean's share of 1e-16. As eager, which accumulates in double.
+template <class V> struct Moments {
+  using D = choose<is_vec<V>, vf64, double>;
+  D sum = cast<D>(0.0), squares = cast<D>(0.0);
+  DICP_INLINE void add(V x) {
+    const D d = cast<D>(x);
+    sum = sum + d;
+    squares = fma(d, d, squares);
+  }
+  template <class S> static DICP_INLINE S m2_of(S sum, S squares, double n) {
+    return maximum(squares - sum * (sum / n), cast<S>(0.0));
+  }
+  DICP_INLINE V mean(double n) const { return cast<V>(sum / n); }
+  DICP_INLINE V m2(double n) const { return cast<V>(m2_of(sum, squares, n)); }
+  DICP_INLINE scalar<V> row_mean(double n) const { return (scalar<V>)(hsum(sum) / n); }
+  DICP_INLINE scalar<V> row_m2(double n) const { return (scalar<V>)m2_of(hsum(sum), hsum(squares), n); }
+};
+
 // Running mean and sum of squared deviations of values that arrive one by one, in every lane alike (Welford 1962).
 template <class V> struct Welford {
   V mean, m2;
