@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from dicp.compat import FakeTensorMode, fake_mode_of, quiet_shapes, size_hint
 from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
+from dicp.ops.library import register
 from dicp.passes.facts import aten, is_pure, mutated_arguments, value_of
 
 CHANNELS_LAST = (0, 2, 3, 1)
@@ -39,8 +40,8 @@ class LayoutCosts:
     activation_gain: float = 0.5
     weight_loss: float = 4.0
     min_positions: int = 256
-    """Output positions (batch * height * width) under which the library is slower channels-last: 98 positions of
-    512 channels take 17 ms backward, 5.6 ms row-major; 392 positions of 256 take 4.6 ms either way."""
+    """Output positions (batch * height * width) under which the library is slower channels-last: 98 positions
+    of 512 channels take 17 ms backward, 5.6 ms row-major; 392 positions of 256 take 4.6 ms either way."""
 
 
 @dataclasses.dataclass
@@ -65,6 +66,7 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
     The decision is one for the whole graph. Every computed 4-D value whose order changed, and every copy into
     it, has `meta["dicp_layout"]`.
     """
+    register()
     if not any(_conv_inputs(n) for n in gm.graph.nodes):
         return gm
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
