@@ -137,9 +137,7 @@ def eager_ways(
         images = {k: v.contiguous(memory_format=torch.channels_last) for k, v in inputs.items()}
         plain = copy.deepcopy(arm.model)
         ways.append((Arm("channels last", wide, wide, arm.dtype), images, contextlib.nullcontext()))
-        ways.append(
-            (Arm("no oneDNN", plain, plain, arm.dtype), inputs, without_onednn())
-        )
+        ways.append((Arm("no oneDNN", plain, plain, arm.dtype), inputs, without_onednn()))
     done = []
     for way, given, context in ways:
         with context:

@@ -174,7 +174,9 @@ def build_gpt2(size: str) -> nn.Module:
     """GPT-2 small, 124 M parameters (full)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    small = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=64)
+    small = dict(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
     config = GPT2Config(
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **({} if size == "full" else small)
     )

@@ -273,7 +273,7 @@ def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str, roun
         trio = make_trio(CASES[name], backend, DTYPES[dtype], dynamic, size, rounds, result)
         (check_generation if trio.case.generates else check_ordinary)(trio, result)
     except Exception as error:  # whatever it is, the report goes on with the next model
-        result.fail("".join(traceback.format_exception(error)).rstrip())
+        result.fail("".join(traceback.format_exception(error, limit=-4)).rstrip())
     seen = counters["dicp"]
     result.kernels, result.library, result.extern = (
         int(seen[key]) if seen else None for key in ("kernels", "library", "extern")
