@@ -210,7 +210,6 @@ def models(found: dict[str, Any]) -> None:
             except Exception as e:  # noqa: BLE001
                 found[f"{name} bfloat16 training {backend} ms"] = f"{type(e).__name__}: {str(e)[:200]}"
         model.cpu()
-        save(found)
 
 
 def first(output: Any) -> Any:
@@ -244,8 +243,8 @@ def decode(found: dict[str, Any]) -> None:
     past = [torch.randn(1, 16, 511, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     x = torch.randn(1, 1, 2048, device="cuda", dtype=torch.bfloat16)
     nbytes = sum(p.nbytes for p in blocks.parameters()) + 16 * sum(t.nbytes for t in past)
-    y = torch.empty(1 << 28, device="cuda", dtype=torch.float32)
-    peak = 2 * y.nbytes / milliseconds(lambda: y.copy_(y.flip(0) if False else y.clone()), 0.2) / 1e6
+    y, z = (torch.empty(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
+    peak = 2 * y.nbytes / milliseconds(lambda: z.copy_(y), 0.2) / 1e6
 
     def token(x: Any) -> Any:
         for b in blocks:
@@ -306,12 +305,16 @@ print("seconds", time.perf_counter() - start)
         found[f"{backend} s"] = float(lines[0].split()[1]) if lines else done.stderr[-300:]
 
 
-def save(found: dict[str, Any]) -> None:
-    """What a part has so far."""
-    OUT.write_text(json.dumps(found))
+class Found(dict[str, Any]):
+    """Results by name, in a file after each."""
 
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
 
-OUT = Path("part.json")
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.file.write_text(json.dumps(self))
 
 
 def environment() -> dict[str, Any]:
@@ -335,18 +338,12 @@ def page(report: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    global OUT
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu_check_results"))
     parser.add_argument("--part", choices=PARTS, help="run one part in this process")
     args = parser.parse_args()
     if args.part:
-        OUT = args.out
-        found: dict[str, Any] = {}
-        try:
-            globals()[args.part](found)
-        finally:
-            save(found)
+        globals()[args.part](Found(args.out))
         return 0
     report: dict[str, Any] = {"environment": environment(), "parts": {}}
     start = time.perf_counter()

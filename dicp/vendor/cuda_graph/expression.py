@@ -221,7 +221,14 @@ class ExpressionWriter:
             return f"{args[0]} < 0"
         if x.op == "abs" and x.dtype in (torch.bool, torch.uint8):
             return args[0]
+        if len(operands) > 1:       # the interpreter mixes up the dtypes of comparisons between bare numbers
+            args = [self._constant_tile(o, self.dims(x)) if o.op == "const" else a
+                    for o, a in zip(operands, args, strict=True)]
         return f"d.{WORDS.get(x.op, x.op)}({', '.join(args)})"
+
+    def _constant_tile(self, x: Expr, dims: Dims) -> str:
+        shape = self.shape(dims) if dims else "[]"
+        return typed(x.args[0], x.dtype).replace("tl.full([]", f"tl.full({shape}", 1)
 
     def _operand(self, a: Expr, operands: list[Expr], scope: Scope, mask: Mask | None) -> str:
         """An operand of an infix operator; a constant beside another operand is a plain number."""
