@@ -17,13 +17,13 @@ import torch.fx as fx
 class Claim:
     """An op that the vendor gives to a library.
 
-    emit(writer, call) -> source lines of the call. out: the call writes into memory we plan (else it allocates).
+    emit(writer, call) adds the call's source lines to the vendor's writer. out: the call writes into memory we plan (else it allocates).
     strides(lowering, node, args) -> strides of each result, None for "as traced".
     prepare(lowering, node, args) -> arguments, when they must be other than the node's own (dense, transposed...).
     """
 
     name: str
-    emit: Callable[[Any, Any], list[str]]
+    emit: Callable[[Any, Any], Any]
     out: bool = False
     accepts: Callable[[fx.Node], bool] = lambda node: True
     strides: Callable[[Any, fx.Node, Sequence[Any]], Any] = lambda lowering, node, args: None
