@@ -1,4 +1,5 @@
-"""Conformance, models and measurements of dicp_cuda on a GPU; see gpu_check.sh. Each part runs in its own process with a
+"""Conformance, models and measurements of dicp_cuda on a GPU; see gpu_check.sh. Each part runs in its own
+process with a
 time limit, results are written after each: a part that hangs or crashes costs its own lines only."""
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def backend_of(name: str, fn: Any) -> Any:
         return fn
     if name.startswith("inductor"):
         return torch.compile(fn, mode="max-autotune" if name.endswith("max") else None)
-    return torch.compile(fn, backend=dicp(), **({"mode": "reduce-overhead"} if name.endswith("graphs") else {}))
+    return torch.compile(
+        fn, backend=dicp(), **({"mode": "reduce-overhead"} if name.endswith("graphs") else {})
+    )
 
 
 def dicp() -> Callable[..., Any]:
@@ -73,15 +76,32 @@ def conformance(found: dict[str, Any]) -> None:
     x = torch.randn(64, 129, device="cuda")
     at = torch.randint(0, 64, (40,), device="cuda")
     cases: dict[str, Callable[[Any], Any]] = {
-        "softmax": lambda x: torch.softmax(x, -1), "layer_norm": lambda x: F.layer_norm(x, (129,)),
-        "gelu": F.gelu, "silu": F.silu, "var": lambda x: x.var(-1), "sum0": lambda x: x.sum(0),
-        "cumsum": lambda x: x.cumsum(-1), "transpose": lambda x: x.t().contiguous() + 1, "amax": lambda x: x.amax(-1),
-        "embedding": lambda x: F.embedding(at, x), "index_add": lambda x: torch.zeros_like(x).index_add(0, at, x[:40]),
-        "mm": lambda x: torch.relu(x @ x.t()), "pad": lambda x: F.pad(x, (1, 2)), "cat": lambda x: torch.cat([x, x * 2], 1),
-        "argmax": lambda x: x.argmax(-1), "sort": lambda x: x.sort(-1).values, "logsumexp": lambda x: x.logsumexp(-1),
-        "erf": torch.erf, "tanh": torch.tanh, "lgamma": lambda x: torch.lgamma(x.abs() + 1), "pow": lambda x: x.abs() ** 1.7,
-        "where": lambda x: torch.where(x > 0, x, x.exp()), "std0": lambda x: x.std(0), "long_row": lambda x: x.flatten().sum(),
-        "max_pool": lambda x: F.max_pool2d(x[None, None], 2), "conv": lambda x: F.conv2d(x[None, None], x[None, None, :3, :3]),
+        "softmax": lambda x: torch.softmax(x, -1),
+        "layer_norm": lambda x: F.layer_norm(x, (129,)),
+        "gelu": F.gelu,
+        "silu": F.silu,
+        "var": lambda x: x.var(-1),
+        "sum0": lambda x: x.sum(0),
+        "cumsum": lambda x: x.cumsum(-1),
+        "transpose": lambda x: x.t().contiguous() + 1,
+        "amax": lambda x: x.amax(-1),
+        "embedding": lambda x: F.embedding(at, x),
+        "index_add": lambda x: torch.zeros_like(x).index_add(0, at, x[:40]),
+        "mm": lambda x: torch.relu(x @ x.t()),
+        "pad": lambda x: F.pad(x, (1, 2)),
+        "cat": lambda x: torch.cat([x, x * 2], 1),
+        "argmax": lambda x: x.argmax(-1),
+        "sort": lambda x: x.sort(-1).values,
+        "logsumexp": lambda x: x.logsumexp(-1),
+        "erf": torch.erf,
+        "tanh": torch.tanh,
+        "lgamma": lambda x: torch.lgamma(x.abs() + 1),
+        "pow": lambda x: x.abs() ** 1.7,
+        "where": lambda x: torch.where(x > 0, x, x.exp()),
+        "std0": lambda x: x.std(0),
+        "long_row": lambda x: x.flatten().sum(),
+        "max_pool": lambda x: F.max_pool2d(x[None, None], 2),
+        "conv": lambda x: F.conv2d(x[None, None], x[None, None, :3, :3]),
     }
     import_backend()
     for name, fn in cases.items():
@@ -95,7 +115,7 @@ def conformance(found: dict[str, Any]) -> None:
 
 
 def agreement(fn: Callable[[Any], Any], x: Any) -> str:
-    """"ok" when result and gradient are as close to float64 as eager's, or within 2x of that."""
+    """ "ok" when result and gradient are as close to float64 as eager's, or within 2x of that."""
     import torch
 
     compiled = torch.compile(fn, backend=dicp())
@@ -107,6 +127,7 @@ def agreement(fn: Callable[[Any], Any], x: Any) -> str:
             return [y]
         y.float().square().sum().backward() if y.dtype != torch.float64 else y.square().sum().backward()
         return [y.detach(), v.grad]
+
     exact, eager, ours = both(fn, x.double()), both(fn, x), both(compiled, x)
     for e, a, b in zip(exact, eager, ours, strict=True):
         if not e.is_floating_point():
@@ -132,11 +153,17 @@ def kernels(found: dict[str, Any]) -> None:
     copy = 2 * x.nbytes / milliseconds(lambda: y.copy_(x)) / 1e6
     found["copy GB/s"] = copy
     cases: dict[str, tuple[Callable[..., Any], int]] = {
-        "add": (lambda: x + y, 3), "silu_mul": (lambda: F.silu(x) * y, 3), "gelu": (lambda: F.gelu(x), 2),
-        "softmax": (lambda: torch.softmax(x, -1), 2), "rms_norm": (lambda: F.rms_norm(x, (n,), w), 2),
-        "layer_norm": (lambda: F.layer_norm(x, (n,), w, w), 2), "sum_rows": (lambda: x.sum(-1), 1),
-        "sum_columns": (lambda: x.sum(0), 1), "transpose": (lambda: x.t() + 1, 2), "transpose_copy":
-        (lambda: x.t().contiguous(), 2), "sum_all": (lambda: x.sum(), 1),
+        "add": (lambda: x + y, 3),
+        "silu_mul": (lambda: F.silu(x) * y, 3),
+        "gelu": (lambda: F.gelu(x), 2),
+        "softmax": (lambda: torch.softmax(x, -1), 2),
+        "rms_norm": (lambda: F.rms_norm(x, (n,), w), 2),
+        "layer_norm": (lambda: F.layer_norm(x, (n,), w, w), 2),
+        "sum_rows": (lambda: x.sum(-1), 1),
+        "sum_columns": (lambda: x.sum(0), 1),
+        "transpose": (lambda: x.t() + 1, 2),
+        "transpose_copy": (lambda: x.t().contiguous(), 2),
+        "sum_all": (lambda: x.sum(), 1),
     }
     for name, (fn, passes) in cases.items():
         for backend in ("eager", "inductor", "dicp_cuda"):
@@ -152,7 +179,9 @@ def transformer(layers: int = 4, width: int = 1024) -> Any:
     """An encoder when transformers is missing."""
     import torch
 
-    layer = torch.nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True, dropout=0.0, norm_first=True)
+    layer = torch.nn.TransformerEncoderLayer(
+        width, 16, 4 * width, batch_first=True, dropout=0.0, norm_first=True
+    )
     return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
@@ -160,7 +189,9 @@ def model_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
     """name -> (model, inputs)"""
     import torch
 
-    cases: dict[str, tuple[Any, dict[str, Any]]] = {"encoder": (transformer(), {"src": torch.randn(8, 512, 1024)})}
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "encoder": (transformer(), {"src": torch.randn(8, 512, 1024)})
+    }
     try:
         from model.models import CASES
 
@@ -176,8 +207,13 @@ def models(found: dict[str, Any]) -> None:
     import torch
 
     def on_gpu(v: Any, dtype: Any) -> Any:
-        return v.cuda().to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else \
-            v.cuda() if isinstance(v, torch.Tensor) else v
+        return (
+            v.cuda().to(dtype)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v.cuda()
+            if isinstance(v, torch.Tensor)
+            else v
+        )
 
     for name, (model, inputs) in model_cases().items():
         for dtype in (torch.bfloat16, torch.float32):
@@ -202,10 +238,11 @@ def models(found: dict[str, Any]) -> None:
             try:
                 run = backend_of(backend, m)
 
-                def step(run: Any = run) -> None:
+                def step(run: Any = run, m: Any = m, inputs: Any = inputs) -> None:
                     given = {k: on_gpu(v, torch.bfloat16) for k, v in inputs.items()}
                     first(run(**given)).float().square().mean().backward()
                     m.zero_grad(set_to_none=True)
+
                 found[f"{name} bfloat16 training {backend} ms"] = milliseconds(step)
             except Exception as e:  # noqa: BLE001
                 found[f"{name} bfloat16 training {backend} ms"] = f"{type(e).__name__}: {str(e)[:200]}"
@@ -216,11 +253,17 @@ def first(output: Any) -> Any:
     """The scores in a model's output."""
     import torch
 
-    return output if isinstance(output, torch.Tensor) else output.logits if hasattr(output, "logits") else output[0]
+    return (
+        output
+        if isinstance(output, torch.Tensor)
+        else output.logits
+        if hasattr(output, "logits")
+        else output[0]
+    )
 
 
 def decode(found: dict[str, Any]) -> None:
-    """LLaMA-like decoding, one token at a time in bf16: tokens per second, and % of the memory bandwidth it needs."""
+    """LLaMA-like decoding, one token at a time in bf16: tokens per second, and % of a copy's bandwidth."""
     import torch
 
     class Block(torch.nn.Module):
@@ -250,13 +293,17 @@ def decode(found: dict[str, Any]) -> None:
         for b in blocks:
             x = b(x, *past)
         return x
+
     for backend in BACKENDS:
         torch._dynamo.reset()
         try:
             run = backend_of(backend, token)
             with torch.no_grad():
                 ms = milliseconds(lambda run=run: run(x))
-            found[f"{backend} tokens/s"], found[f"{backend} % of copy"] = 1e3 / ms, 100 * nbytes / ms / 1e6 / peak
+            found[f"{backend} tokens/s"], found[f"{backend} % of copy"] = (
+                1e3 / ms,
+                100 * nbytes / ms / 1e6 / peak,
+            )
         except Exception as e:  # noqa: BLE001
             found[f"{backend} tokens/s"] = f"{type(e).__name__}: {str(e)[:200]}"
 
@@ -287,7 +334,8 @@ def compile(found: dict[str, Any]) -> None:
     code = """
 import os, sys, time, tempfile
 home = tempfile.mkdtemp()
-os.environ.update(TORCHINDUCTOR_CACHE_DIR=home + "/i", TRITON_CACHE_DIR=home + "/t", DICP_CACHE_DIR=home + "/d")
+os.environ.update(TORCHINDUCTOR_CACHE_DIR=home + "/i", TRITON_CACHE_DIR=home + "/t", DICP_CACHE_DIR=home +
+"/d")
 sys.path[:0] = ["scripts"]
 import torch, gpu_check
 m = gpu_check.transformer().cuda().bfloat16().eval()
@@ -300,7 +348,9 @@ with torch.no_grad():
 print("seconds", time.perf_counter() - start)
 """
     for backend in ("inductor", "dicp_cuda"):
-        done = subprocess.run([sys.executable, "-c", code, backend], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", code, backend], capture_output=True, text=True, timeout=120
+        )
         lines = [line for line in done.stdout.splitlines() if line.startswith("seconds")]
         found[f"{backend} s"] = float(lines[0].split()[1]) if lines else done.stderr[-300:]
 
@@ -321,8 +371,14 @@ def environment() -> dict[str, Any]:
     import torch
     import triton
 
-    return {"date": time.strftime("%Y-%m-%d"), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "triton": triton.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+    }
 
 
 def page(report: dict[str, Any]) -> str:
@@ -331,7 +387,11 @@ def page(report: dict[str, Any]) -> str:
     for part, found in report["parts"].items():
         lines += [f"## {part}", "", "| what | result |", "| --- | --- |"]
         for what, result in found.items():
-            text = f"{result:.4g}" if isinstance(result, float) else str(result).replace("\n", " ").replace("|", "/")
+            text = (
+                f"{result:.4g}"
+                if isinstance(result, float)
+                else str(result).replace("\n", " ").replace("|", "/")
+            )
             lines.append(f"| {what} | {text} |")
         lines.append("")
     return "\n".join(lines)
@@ -364,7 +424,10 @@ def main() -> int:
         print(f"{part}: {len(found)} results {note or ''} ({time.perf_counter() - start:.0f} s)", flush=True)
         file.unlink(missing_ok=True)
     wrong = [k for k, v in report["parts"]["conformance"].items() if v != "ok"]
-    print(f"{args.out / 'gpu_check.md'}; {len(wrong)} of the operators disagree" + (f": {wrong[:20]}" if wrong else ""))
+    print(
+        f"{args.out / 'gpu_check.md'}; {len(wrong)} of the operators disagree"
+        + (f": {wrong[:20]}" if wrong else "")
+    )
     return 1 if wrong else 0
 
 

@@ -1,10 +1,15 @@
-"""From a Program to a callable: emit kernels, compile them in parallel, write the Python function that launches them.
+"""From a Program to a callable: emit kernels, compile them in parallel, write the Python function that
+launches them.
 
-The function allocates one arena (torch's caching allocator, so statistics and out-of-memory behaviour stay right), then
-launches kernels and calls libraries on the current stream of the inputs' device. Nothing in it waits for the GPU.
+The function allocates one arena (torch's caching allocator, so statistics and out-of-memory behaviour stay
+right), then
+launches kernels and calls libraries on the current stream of the inputs' device. Nothing in it waits for
+the GPU.
 
-Run-time index checks raise flags in pinned host memory, which the GPU writes directly: a failed check costs no
-synchronisation, and is reported by the next call of the program that begins after the kernel ran (interpreted: at once).
+Run-time index checks raise flags in pinned host memory, which the GPU writes directly: a failed check costs
+no
+synchronisation, and is reported by the next call of the program that begins after the kernel ran
+(interpreted: at once).
 """
 
 from __future__ import annotations
@@ -50,6 +55,7 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     program.build_stats = Stats(len(sources), len(kernels))
     if config.cuda_graphs and not config.interpret:
         from dicp.vendor.cuda_graph.graphs import capturing
+
         return capturing(call, program, raise_checks=runner.raise_checks)
     return call
 
@@ -66,6 +72,7 @@ def emit_all(program: Program, config: Any) -> dict[str, Source]:
 def load_all(sources: dict[str, Source], config: Any) -> dict[str, Any]:
     """Callable kernels by digest; for a GPU, the common variant of each is compiled now, in parallel."""
     from dicp.vendor.cuda_graph import launch
+
     out: dict[str, Any] = {}
     for digest, source in sources.items():
         fn = launch.load(source, config)
@@ -83,6 +90,7 @@ def load_all(sources: dict[str, Source], config: Any) -> dict[str, Any]:
     def prepare(kernel: Any) -> None:
         with torch.cuda.device(device):
             kernel.prepare(device)
+
     workers = min(config.workers or MAX_WORKERS, len(os.sched_getaffinity(0)), len(out))
     with concurrent.futures.ThreadPoolExecutor(max(1, workers), "dicp-triton") as pool:
         for done in [pool.submit(prepare, k) for k in out.values()]:
@@ -99,36 +107,51 @@ def programs_function(source: Source) -> Callable[..., int]:
 class DeviceRunner(Runner):
     """Writes the function of a program. Claims call `view`, `value`, `result` and `line`."""
 
-    def __init__(self, program: Program, sources: dict[str, Source], kernels: dict[str, Any], config: Any) -> None:
+    def __init__(
+        self, program: Program, sources: dict[str, Source], kernels: dict[str, Any], config: Any
+    ) -> None:
         super().__init__(program, {})
         self.sources, self.kernels, self.interpret = sources, kernels, config.interpret
         self.views: dict[torch.dtype, str] = {}
         self.checks = list(self.lowered.checks)
         self.raise_checks: Callable[[], None] | None = None
-        self.globals |= {"window": compat.window, "raw_stream": compat.raw_stream,
-                         "empty": torch.empty, "empty_strided": torch.empty_strided}
+        self.globals |= {
+            "window": compat.window,
+            "raw_stream": compat.raw_stream,
+            "empty": torch.empty,
+            "empty_strided": torch.empty_strided,
+        }
 
     def function(self) -> Callable[[list[Any]], Any]:
         call = super().function()
         if self.interpret:
             return call
-        anchor = next((k for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()), None)
+        anchor = next(
+            (k for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()), None
+        )
         return on_device(call, anchor)
 
-    # -- what the base class leaves open -------------------------------------------------------------------------
+    # -- what the base class leaves open ---------------------------------------------------------------------
 
     def _inputs(self) -> None:
         super()._inputs()
-        anchor = next((f"arg{k}" for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()),
-                      None)
+        anchor = next(
+            (f"arg{k}" for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()),
+            None,
+        )
         if self.interpret:
             self.lines.append('device = "cpu"')
         else:
             self.globals["current_device"] = compat.current_cuda_device
-            self.lines += ["index = current_device()", "stream = raw_stream(index)",
-                           f"device = {anchor}.device" if anchor else "device = torch.device('cuda', index)"]
+            self.lines += [
+                "index = current_device()",
+                "stream = raw_stream(index)",
+                f"device = {anchor}.device" if anchor else "device = torch.device('cuda', index)",
+            ]
             for k, b in enumerate(self.lowered.inputs):
-                if isinstance(b, Buffer) and b.shape == ():         # a number on the host goes along with GPU tensors
+                if (
+                    isinstance(b, Buffer) and b.shape == ()
+                ):  # a number on the host goes along with GPU tensors
                     self.lines.append(f"if not arg{k}.is_cuda: arg{k} = arg{k}.to(device, non_blocking=True)")
         if self.checks:
             self.globals["CHECKS"] = flags = Checks(self.checks, pinned=not self.interpret)
@@ -137,19 +160,27 @@ class DeviceRunner(Runner):
 
     def _take_arena(self) -> None:
         if self.plan.offset:
-            self.lines.append(f"arena = empty({self._rounded(self.plan.size)}, dtype=torch.uint8, device=device)")
+            self.lines.append(
+                f"arena = empty({self._rounded(self.plan.size)}, dtype=torch.uint8, device=device)"
+            )
             self.lines.append("base = arena.data_ptr()")
 
     def _rounded(self, size: Index) -> str:
-        return str(-(-size // 16) * 16 + 16) if isinstance(size, int) else f"({self._text(size)} + 31) // 16 * 16"
+        return (
+            str(-(-size // 16) * 16 + 16)
+            if isinstance(size, int)
+            else f"({self._text(size)} + 31) // 16 * 16"
+        )
 
     def _give_arena(self) -> None:
         if self.checks and self.interpret:
             self.lines.append("CHECKS.raise_any()")
 
     def _allocate(self, name: str, buffer: Buffer) -> None:
-        self.lines.append(f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
-                          f"dtype={buffer.dtype}, device=device)")
+        self.lines.append(
+            f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
+            f"dtype={buffer.dtype}, device=device)"
+        )
 
     def _native(self, segment: Segment) -> None:
         for k, item in enumerate(segment.items):
@@ -161,7 +192,7 @@ class DeviceRunner(Runner):
                 if root in self.names:
                     self.lines.append(f"del {self.names.pop(root)}")
 
-    # -- kernels -------------------------------------------------------------------------------------------------
+    # -- kernels ---------------------------------------------------------------------------------------------
 
     def _launch(self, launch: Launch) -> None:
         source = self.sources[launch.kernel.digest]
@@ -170,14 +201,18 @@ class DeviceRunner(Runner):
         args += [self._tensor(b) if self.interpret else self._address(b) for b in launch.buffers]
         args += [v.name for v in launch.kernel.sizes]
         if source.checks:
-            args.append(f"CHECKS.flags[{launch.first_check}:]" if self.interpret else
-                        f"CHECKS.address + {4 * launch.first_check}")
+            args.append(
+                f"CHECKS.flags[{launch.first_check}:]"
+                if self.interpret
+                else f"CHECKS.address + {4 * launch.first_check}"
+            )
         head = [] if self.interpret else ["index", "stream"]
         self.lines.append(f"{source.name}({', '.join(head + args)})")
 
     def _wide(self, launch: Launch) -> str:
         """Whether positions need 64 bits; found at each call when sizes are symbolic."""
         from dicp.vendor.cuda_graph.launch import WIDE
+
         reach: list[Index] = [ix.product(a.size for a in launch.kernel.axes)]
         for b in launch.buffers:
             total: Index = 1
@@ -199,14 +234,14 @@ class DeviceRunner(Runner):
     def _tensor(self, b: Buffer) -> str:
         """A tensor on the buffer's memory, for the interpreter, which reads elements of its dtype."""
         if b.numel == 0:
-            return f"empty(1, dtype={b.dtype})"         # an address that may be read
+            return f"empty(1, dtype={b.dtype})"  # an address that may be read
         root = self.plan.find(b.name)
         if root in self.plan.offset:
             return self._view(View(b, (1,), (1,)))
         name = self._tensor_name(b.name)
         return name if self.lowered.buffers[root].dtype == b.dtype else f"{name}.view({b.dtype})"
 
-    # -- tensors -------------------------------------------------------------------------------------------------
+    # -- tensors ---------------------------------------------------------------------------------------------
 
     def _view(self, v: View) -> str:
         root = self.plan.find(v.buffer.name)
@@ -230,7 +265,7 @@ class DeviceRunner(Runner):
             self.lines.append(f"{name} = arena.view({dtype})")
         return self.views[dtype]
 
-    # -- library calls -------------------------------------------------------------------------------------------
+    # -- library calls ---------------------------------------------------------------------------------------
 
     def _library(self, call: Call) -> None:
         call.claim.emit(self, call)
@@ -299,6 +334,7 @@ def on_device(call: Callable[[list[Any]], Any], anchor: int | None) -> Callable[
             return call(args)
         with torch.cuda.device(device):
             return call(args)
+
     on_inputs_device._boxed_call = True  # type: ignore[attr-defined]
     return on_inputs_device
 

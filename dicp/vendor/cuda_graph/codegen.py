@@ -4,9 +4,12 @@ Every kernel works on tiles, of one of three forms:
     line     [X]       pointwise: all axes as one line
     plane    [Y, X]    pointwise where operands are contiguous along different axes (transpositions)
     rows     [X, R]    reductions and scans: x runs over the results, r over what is reduced
-Rows that fit one tile are read once and stay in registers (persistent); longer ones are passed over once per phase, a
-statement belonging to the first phase in which all it reads is known. Axes that a tile dim joins are taken apart again
-by division. Scatters whose targets may coincide use atomics; where there is no atomic, or for a product, one program
+Rows that fit one tile are read once and stay in registers (persistent); longer ones are passed over once
+per phase, a
+statement belonging to the first phase in which all it reads is known. Axes that a tile dim joins are taken
+apart again
+by division. Scatters whose targets may coincide use atomics; where there is no atomic, or for a product,
+one program
 walks the axes in order.
 """
 
@@ -21,16 +24,27 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical
-from dicp.vendor.cuda_graph.expression import (NO_DIMS, TYPES, Dims, ExpressionWriter, Scope, cast_text, host_text,
-                                               literal, typed)
+from dicp.vendor.cuda_graph.expression import (
+    NO_DIMS,
+    TYPES,
+    Dims,
+    ExpressionWriter,
+    Scope,
+    cast_text,
+    host_text,
+    literal,
+    typed,
+)
 
-PERSISTENT = 16384          # elements of a row kept in registers
-PERSISTENT_COLUMN = 64      # the same where neighbouring results, not neighbours in the row, are contiguous
-LOOP_ROW = 2048             # elements of a row that one step of a loop takes
-PLANE_SIDE = 16             # a transposition pays from this many elements along both axes
-ATOMIC = {"add": (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16),
-          "max": (torch.float32, torch.float64, torch.int32, torch.int64),
-          "min": (torch.float32, torch.float64, torch.int32, torch.int64)}
+PERSISTENT = 16384  # elements of a row kept in registers
+PERSISTENT_COLUMN = 64  # the same where neighbouring results, not neighbours in the row, are contiguous
+LOOP_ROW = 2048  # elements of a row that one step of a loop takes
+PLANE_SIDE = 16  # a transposition pays from this many elements along both axes
+ATOMIC = {
+    "add": (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16),
+    "max": (torch.float32, torch.float64, torch.int32, torch.int64),
+    "min": (torch.float32, torch.float64, torch.int32, torch.int64),
+}
 INDENT = "    "
 
 
@@ -45,8 +59,8 @@ class Tile:
     x: tuple[Axis, ...]
     y: tuple[Axis, ...] = ()
     r: tuple[Axis, ...] = ()
-    single: tuple[Axis, ...] = ()       # a program has one position of these
-    serial: tuple[Axis, ...] = ()       # a program walks these in order
+    single: tuple[Axis, ...] = ()  # a program has one position of these
+    serial: tuple[Axis, ...] = ()  # a program walks these in order
     persistent: bool = True
     contiguous: bool = True
 
@@ -78,7 +92,12 @@ class Source:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        return ("INDEX", "X", *(("Y",) if self.tile.form == "plane" else ()), *(("R",) if self.tile.r else ()))
+        return (
+            "INDEX",
+            "X",
+            *(("Y",) if self.tile.form == "plane" else ()),
+            *(("R",) if self.tile.r else ()),
+        )
 
 
 def emit(kernel: Kernel, interpreted: bool = False) -> Source:
@@ -93,13 +112,15 @@ def emit(kernel: Kernel, interpreted: bool = False) -> Source:
     return replace(source, text=_module(source, function))
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------
+# -- tiles ---------------------------------------------------------------------------------------------------
 
 
 def _accesses(kernel: Kernel) -> tuple[list[Index], list[Index]]:
     """(positions loaded, positions stored)"""
     loads = [e.args[1] for s in kernel.body for e in _exprs(s) if e.op == "load"]
-    return list(dict.fromkeys(loads)), list(dict.fromkeys(s.index for s in kernel.body if isinstance(s, Store)))
+    return list(dict.fromkeys(loads)), list(
+        dict.fromkeys(s.index for s in kernel.body if isinstance(s, Store))
+    )
 
 
 def _exprs(s: Statement) -> list[Expr]:
@@ -122,8 +143,13 @@ def _walks(i: Index, a: Axis) -> bool:
 def needs_order(kernel: Kernel) -> bool:
     """Whether a scatter has to run its serial axes one by one: no atomic does what it does."""
     dtypes = {p.name: p.dtype for p in kernel.params}
-    return any(isinstance(s, Store) and not s.unique and s.mode != "set" and dtypes[s.buffer] not in
-               ATOMIC.get(s.mode, ()) for s in kernel.body)
+    return any(
+        isinstance(s, Store)
+        and not s.unique
+        and s.mode != "set"
+        and dtypes[s.buffer] not in ATOMIC.get(s.mode, ())
+        for s in kernel.body
+    )
 
 
 def choose_tile(kernel: Kernel) -> Tile:
@@ -132,13 +158,24 @@ def choose_tile(kernel: Kernel) -> Tile:
     if inner:
         extent = Tile.extent(inner)
         by_row = sum(_unit(i, inner[-1]) for i in loads + stores)
-        by_column = sum(_unit(i, outer[-1]) for i in loads if any(ix.depends(i, a.var) for a in inner)) if outer else 0
+        by_column = (
+            sum(_unit(i, outer[-1]) for i in loads if any(ix.depends(i, a.var) for a in inner))
+            if outer
+            else 0
+        )
         contiguous = by_row >= by_column or by_column == 0
         limit = PERSISTENT if contiguous else PERSISTENT_COLUMN
-        return Tile("rows", outer, r=inner, persistent=isinstance(extent, int) and extent <= limit,
-                    contiguous=contiguous)
+        return Tile(
+            "rows",
+            outer,
+            r=inner,
+            persistent=isinstance(extent, int) and extent <= limit,
+            contiguous=contiguous,
+        )
     if needs_order(kernel):
-        return Tile("line", tuple(a for a in outer if not a.serial), serial=tuple(a for a in outer if a.serial))
+        return Tile(
+            "line", tuple(a for a in outer if not a.serial), serial=tuple(a for a in outer if a.serial)
+        )
     if len(outer) >= 2 and not any(a.serial for a in outer):
         near = outer[-1]
         far = [a for a in outer[:-1] if any(_unit(i, a) and _walks(i, near) for i in loads + stores)]
@@ -163,7 +200,7 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
         return Blocks(side, side, warps=4 if side == 32 else 8)
     if tile.form == "line":
         size = 1024 if wide <= 4 else 512
-        while size > 128 and x // size < 264:       # two programs for each of 132 multiprocessors
+        while size > 128 and x // size < 264:  # two programs for each of 132 multiprocessors
             size //= 2
         return Blocks(min(size, _power_of_two(x)), warps=4 if size >= 512 else 2 if size >= 256 else 1)
     extent = Tile.extent(tile.r)
@@ -189,33 +226,51 @@ def _interpreted_blocks(tile: Tile, x: int) -> Blocks:
     return Blocks(max(1, min(part, (1 << 18) // r)), r=r)
 
 
-# -- the module --------------------------------------------------------------------------------------------------
+# -- the module ----------------------------------------------------------------------------------------------
 
 
 def _module(source: Source, function: list[str]) -> str:
     kernel, t = source.kernel, source.tile
     axes = ", ".join(f"{a.var} < {a.size}" + (" reduced" if a.reduced else "") for a in kernel.axes) or "once"
-    head = ['"""' + source.name, "", *(f"    {o}" for o in kernel.origins), "",
-            f"{t.form}{'' if t.persistent else ', looped'}: {axes}", '"""', "", "import triton",
-            "import triton.language as tl", "", "from dicp.vendor.cuda_graph import device as d", "", ""]
+    head = [
+        '"""' + source.name,
+        "",
+        *(f"    {o}" for o in kernel.origins),
+        "",
+        f"{t.form}{'' if t.persistent else ', looped'}: {axes}",
+        '"""',
+        "",
+        "import triton",
+        "import triton.language as tl",
+        "",
+        "from dicp.vendor.cuda_graph import device as d",
+        "",
+        "",
+    ]
     return "\n".join([*head, *function, "", "", *_main(source), ""])
 
 
 def _main(source: Source) -> list[str]:
     """Runs the kernel alone, on random inputs."""
     names = [v.name for v in source.kernel.sizes]
-    return ['if __name__ == "__main__":',
-            INDENT + "from dicp.vendor.cuda_graph.launch import try_alone", "",
-            INDENT + f"try_alone({source.name}, {example(source)!r})" + (f"  # sizes: {', '.join(names)}" if names else "")]
+    return [
+        'if __name__ == "__main__":',
+        INDENT + "from dicp.vendor.cuda_graph.launch import try_alone",
+        "",
+        INDENT
+        + f"try_alone({source.name}, {example(source)!r})"
+        + (f"  # sizes: {', '.join(names)}" if names else ""),
+    ]
 
 
 def example(source: Source) -> dict[str, object]:
-    """What the module needs to run alone: buffers as (dtype, elements, written), sizes, grid and constants."""
+    """What the module needs alone: buffers as (dtype, elements, written), sizes, grid and constants."""
     kernel = source.kernel
-    sizes = {v: 64 for v in kernel.sizes}
+    sizes = dict.fromkeys(kernel.sizes, 64)
 
     def number(i: Index) -> int:
         return int(ix.evaluate(i, lambda a: sizes.get(a, 1)))  # type: ignore[call-overload]
+
     reach: dict[str, int] = {p.name: 1 for p in kernel.params}
     for s in kernel.body:
         spots = [(e.args[0], e.args[1]) for e in _exprs(s) if e.op == "load"]
@@ -223,10 +278,16 @@ def example(source: Source) -> dict[str, object]:
             top = ix._limit(i, upper=True)
             reach[name] = max(reach[name], number(top) + 1 if top is not None else 1)
     b = source.blocks
-    return {"buffers": [(str(p.dtype).removeprefix("torch."), reach[p.name], p.written) for p in kernel.params],
-            "sizes": [64] * len(kernel.sizes), "flags": source.checks, "programs": programs(source, lambda i: number(i)),
-            "constants": {"X": b.x} | ({"Y": b.y} if source.tile.form == "plane" else {})
-            | ({"R": b.r} if source.tile.r else {}), "warps": b.warps}
+    return {
+        "buffers": [(str(p.dtype).removeprefix("torch."), reach[p.name], p.written) for p in kernel.params],
+        "sizes": [64] * len(kernel.sizes),
+        "flags": source.checks,
+        "programs": programs(source, lambda i: number(i)),
+        "constants": {"X": b.x}
+        | ({"Y": b.y} if source.tile.form == "plane" else {})
+        | ({"R": b.r} if source.tile.r else {}),
+        "warps": b.warps,
+    }
 
 
 def programs(source: Source, number) -> int:  # type: ignore[no-untyped-def]
@@ -249,7 +310,7 @@ def programs_text(source: Source) -> str:
     return " * ".join(p for p in parts if p != "1") or "1"
 
 
-# -- the function ------------------------------------------------------------------------------------------------
+# -- the function --------------------------------------------------------------------------------------------
 
 
 class _KernelWriter:
@@ -261,8 +322,11 @@ class _KernelWriter:
             dims |= {a.var: frozenset(key) for a in axes}
         live = {"x": "live_x"} | ({"y": "live_y"} if tile.form == "plane" else {})
         extent = Tile.extent(tile.r)
-        if tile.r and not (isinstance(extent, int) and (extent & (extent - 1) == 0 and extent > 0) and
-                           (tile.persistent or extent % LOOP_ROW == 0)):
+        if tile.r and not (
+            isinstance(extent, int)
+            and (extent & (extent - 1) == 0 and extent > 0)
+            and (tile.persistent or extent % LOOP_ROW == 0)
+        ):
             live["r"] = "live_r"
         self.writer = ExpressionWriter(dims, self._shape, live)
         self.writer.storage = {p.name: p.dtype for p in kernel.params}
@@ -286,15 +350,17 @@ class _KernelWriter:
             body += self._pointwise()
         return ["@triton.jit", f"def {self.name}({', '.join(args)}):", *(INDENT + line for line in body)]
 
-    # -- positions -----------------------------------------------------------------------------------------------
+    # -- positions -------------------------------------------------------------------------------------------
 
     def _positions(self) -> list[str]:
         t = self.tile
         out = ["program = tl.program_id(0).to(INDEX)"]
         if t.form == "plane":
             nx, ny = self._count(Tile.extent(t.x), "X"), self._count(Tile.extent(t.y), "Y")
-            out += [f"x = program % {nx} * X + tl.arange(0, X)[None, :]",
-                    f"y = program // {nx} % {ny} * Y + tl.arange(0, Y)[:, None]"]
+            out += [
+                f"x = program % {nx} * X + tl.arange(0, X)[None, :]",
+                f"y = program // {nx} % {ny} * Y + tl.arange(0, Y)[:, None]",
+            ]
             if t.single:
                 out.append(f"z = program // ({nx} * {ny})")
             out += [*self._limit("x", t.x), *self._limit("y", t.y)]
@@ -313,13 +379,20 @@ class _KernelWriter:
         return [f"live_{dim} = {dim} < {host_text(Tile.extent(axes))}"]
 
     def _r_positions(self) -> list[str]:
-        return [*(self._limit("r", self.tile.r) if "r" in self.writer.live else []), *_apart("r", self.tile.r)]
+        return [
+            *(self._limit("r", self.tile.r) if "r" in self.writer.live else []),
+            *_apart("r", self.tile.r),
+        ]
 
-    # -- stores --------------------------------------------------------------------------------------------------
+    # -- stores ----------------------------------------------------------------------------------------------
 
     def _dims_of(self, s: Store) -> Dims:
-        """The dims over which a store runs: what its value and its position differ along, and all outer ones."""
-        dims = self.writer.dims(s.value) | self.writer.index_dims(s.index) | frozenset(k for k in self.order if k != "r")
+        """The dims over which a store runs: those of its value and position, and all outer ones."""
+        dims = (
+            self.writer.dims(s.value)
+            | self.writer.index_dims(s.index)
+            | frozenset(k for k in self.order if k != "r")
+        )
         return dims | frozenset("r") if self._is_full(s) and self.tile.r else dims
 
     def _is_full(self, s: Statement) -> bool:
@@ -347,15 +420,18 @@ class _KernelWriter:
 
         def kept(text: str) -> str:
             return f"d.narrow({text}, {TYPES[dtype]})" if low else text
+
         mask = f", mask={live}" if live else ""
         if s.mode == "set":
             return [f"tl.store({where}, {kept(value)}{mask})"]
         if not s.unique and not self.tile.serial:
-            return [f"tl.atomic_{s.mode}({where}, {kept(value)}{mask}, sem=\"relaxed\")"]
+            return [f'tl.atomic_{s.mode}({where}, {kept(value)}{mask}, sem="relaxed")']
         kind = s.value.dtype
         old = f"tl.load({where}{mask}{', other=0' if mask else ''})"
         old = f"d.widen({old})" if low else old
-        new = {"add": "{} + {}", "mul": "{} * {}", "max": "d.maximum({}, {})", "min": "d.minimum({}, {})"}[s.mode]
+        new = {"add": "{} + {}", "mul": "{} * {}", "max": "d.maximum({}, {})", "min": "d.minimum({}, {})"}[
+            s.mode
+        ]
         if kind == torch.bool:
             new = {"add": "{} | {}", "mul": "{} & {}", "max": "{} | {}", "min": "{} & {}"}[s.mode]
         return [f"tl.store({where}, {kept(new.format(old, value))}{mask})"]
@@ -368,10 +444,13 @@ class _KernelWriter:
         inside = Scope(scope, provides=frozenset(a.var for a in self.tile.serial))
         self._stores([s for s in self.kernel.body if isinstance(s, Store)], inside)
         extent = host_text(Tile.extent(self.tile.serial))
-        return [*scope.lines, f"for step in range(0, {extent}):",
-                *(INDENT + line for line in [*_apart("step", self.tile.serial), *inside.lines])]
+        return [
+            *scope.lines,
+            f"for step in range(0, {extent}):",
+            *(INDENT + line for line in [*_apart("step", self.tile.serial), *inside.lines]),
+        ]
 
-    # -- rows in registers ---------------------------------------------------------------------------------------
+    # -- rows in registers -----------------------------------------------------------------------------------
 
     def _persistent(self) -> list[str]:
         scope = Scope()
@@ -445,7 +524,7 @@ class _KernelWriter:
             return
         self._finish(s, f"d.scan_{kind}({kept})", scope)
 
-    # -- rows in a loop ------------------------------------------------------------------------------------------
+    # -- rows in a loop --------------------------------------------------------------------------------------
 
     def _looped(self) -> list[str]:
         outer = Scope()
@@ -471,7 +550,7 @@ class _KernelWriter:
                 known |= {r: phase + (1 if isinstance(s, Reduce) else 0) for r in s.refs}
         last = max(out.values(), default=0)
         read = {e.args[0] for s in self.kernel.body for e in _exprs(s) if e.op == "load"}
-        for k in out:       # what is overwritten is read in every pass before
+        for k in out:  # what is overwritten is read in every pass before
             s = self.kernel.body[k]
             if isinstance(s, Store) and s.buffer in read:
                 out[k] = last
@@ -486,9 +565,11 @@ class _KernelWriter:
             elif isinstance(s, Reduce):
                 self._accumulate(s, inside, outer)
         self._stores(stores, inside)
-        outer.lines += [f"for start in range(0, {host_text(Tile.extent(self.tile.r))}, R):",
-                        INDENT + "r = start + tl.arange(0, R)[None, :].to(INDEX)",
-                        *(INDENT + line for line in [*self._r_positions(), *inside.lines])]
+        outer.lines += [
+            f"for start in range(0, {host_text(Tile.extent(self.tile.r))}, R):",
+            INDENT + "r = start + tl.arange(0, R)[None, :].to(INDEX)",
+            *(INDENT + line for line in [*self._r_positions(), *inside.lines]),
+        ]
         for s in mine:
             if isinstance(s, Reduce):
                 self._combine(s, outer)
@@ -505,6 +586,7 @@ class _KernelWriter:
                     wanted[id(scan)] = None
             if isinstance(s, (Reduce, Scan)):
                 wanted[id(s)] = None
+
         for s in mine:
             need(s)
         by_id = {id(s): s for s in self.kernel.body}
@@ -521,11 +603,16 @@ class _KernelWriter:
                 self._start(f"{acc}_{part}", literal(0.0, dtype), dtype, outer)
             live = "live_r" if "r" in self.writer.live else None
             step, away = self.writer.fresh("t"), self.writer.fresh("t")
-            inside.lines.append(f"{step} = {live}.to({TYPES[dtype]})" if live else f"{step} = {typed(1.0, dtype)}")
-            inside.lines += [f"{acc}_n += {step}", f"{away} = {value} - {acc}_mean",
-                             f"{acc}_mean += {step} * {away} / tl.where({acc}_n > 0, {acc}_n, 1)",
-                             f"{acc}_m2 += {step} * {away} * ({value} - {acc}_mean)"]
-            if live:        # an infinity beyond the end would be NaN times 0
+            inside.lines.append(
+                f"{step} = {live}.to({TYPES[dtype]})" if live else f"{step} = {typed(1.0, dtype)}"
+            )
+            inside.lines += [
+                f"{acc}_n += {step}",
+                f"{away} = {value} - {acc}_mean",
+                f"{acc}_mean += {step} * {away} / tl.where({acc}_n > 0, {acc}_n, 1)",
+                f"{acc}_m2 += {step} * {away} * ({value} - {acc}_mean)",
+            ]
+            if live:  # an infinity beyond the end would be NaN times 0
                 inside.lines[-3:-2] = [f"{away} = tl.where({live}, {value} - {acc}_mean, 0)"]
                 inside.lines[-1] = f"{acc}_m2 += {away} * tl.where({live}, {value} - {acc}_mean, 0)"
             return
@@ -535,11 +622,18 @@ class _KernelWriter:
         if kind.startswith("arg"):
             outer.lines.append(f"{acc}_at = tl.broadcast_to(tl.arange(0, R)[None, :].to(tl.int64), [X, R])")
             better, sign = self.writer.fresh("t"), ">" if kind == "argmax" else "<"
-            inside.lines += [f"{better} = ({kept} {sign} {acc}) | (({kept} != {kept}) & ({acc} == {acc}))",
-                             f"{acc}_at = tl.where({better}, r.to(tl.int64), {acc}_at)",
-                             f"{acc} = tl.where({better}, {kept}, {acc})"]
+            inside.lines += [
+                f"{better} = ({kept} {sign} {acc}) | (({kept} != {kept}) & ({acc} == {acc}))",
+                f"{acc}_at = tl.where({better}, r.to(tl.int64), {acc}_at)",
+                f"{acc} = tl.where({better}, {kept}, {acc})",
+            ]
             return
-        step = {"sum": "{0} + {1}", "prod": "{0} * {1}", "max": "d.maximum({0}, {1})", "min": "d.minimum({0}, {1})"}[kind]
+        step = {
+            "sum": "{0} + {1}",
+            "prod": "{0} * {1}",
+            "max": "d.maximum({0}, {1})",
+            "min": "d.minimum({0}, {1})",
+        }[kind]
         note = f"  # {s.note}" if s.note else ""
         inside.lines.append(f"{acc} = {step.format(acc, kept)}{note}")
 
@@ -569,13 +663,17 @@ class _KernelWriter:
             inside.lines += [
                 f"{best}, {at} = d.scan_{kind}({kept}, tl.broadcast_to(r.to(tl.int64), [X, R]))",
                 f"{best}, {at} = d.continue_{kind}({before}, {before}_at, {best}, {at})",
-                f"{before}, {before}_at = d.row_last({best}, {column}, R - 1), d.row_last({at}, {column}, R - 1)"]
+                f"{before} = d.row_last({best}, {column}, R - 1)",
+                f"{before}_at = d.row_last({at}, {column}, R - 1)",
+            ]
             for ref in s.refs:
                 self.writer.refs[ref], self.writer.ref_dims[ref] = ref, frozenset("xr")
             return
         line = self.writer.fresh("t")
-        inside.lines += [f"{line} = d.continue_{kind}({before}, d.scan_{kind}({kept}))",
-                         f"{before} = d.row_last({line}, {column}, R - 1)"]
+        inside.lines += [
+            f"{line} = d.continue_{kind}({before}, d.scan_{kind}({kept}))",
+            f"{before} = d.row_last({line}, {column}, R - 1)",
+        ]
         self._finish(s, line, inside)
 
 
@@ -618,4 +716,14 @@ def _identity(s: Reduce | Scan, kind: str, dtype: torch.dtype) -> bool | int | f
     return info.max if kind == "min" else info.min
 
 
-__all__ = ["Blocks", "Source", "Tile", "cast_text", "choose_blocks", "choose_tile", "emit", "programs", "programs_text"]
+__all__ = [
+    "Blocks",
+    "Source",
+    "Tile",
+    "cast_text",
+    "choose_blocks",
+    "choose_tile",
+    "emit",
+    "programs",
+    "programs_text",
+]

@@ -1,7 +1,9 @@
-"""Device functions that emitted kernels call as `d.<name>`: one per primitive of ir/expr.py that Triton has no infix
+"""Device functions that emitted kernels call as `d.<name>`: one per primitive of ir/expr.py that Triton has
+no infix
 operator for, and the reductions and scans along the second dim of a tile.
 
-Functions from libdevice are those that eager's own kernels use. Division and square root are correctly rounded, as
+Functions from libdevice are those that eager's own kernels use. Division and square root are correctly
+rounded, as
 in eager.
 """
 
@@ -9,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-# -- arithmetic --------------------------------------------------------------------------------------------------
+# -- arithmetic ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -149,7 +151,7 @@ def gcd(x, y):
     a = tl.abs(x) + y * tl.full([], 0, x.dtype)
     b = tl.abs(y) + x * tl.full([], 0, x.dtype)
     zero = tl.full([], 0, x.dtype)
-    for _ in range(93):     # Euclid's algorithm takes at most 92 steps on 64-bit integers
+    for _ in range(93):  # Euclid's algorithm takes at most 92 steps on 64-bit integers
         done = b == zero
         rest = a % tl.where(done, tl.full([], 1, x.dtype), b)
         a, b = tl.where(done, a, b), tl.where(done, zero, rest)
@@ -161,7 +163,7 @@ def lcm(x, y):
     g = gcd(x, y)
     one = tl.full([], 1, x.dtype)
     quotient = x // tl.where(g == 0, one, g)
-    if x.dtype.primitive_bitwidth < 32:     # the product is one of ints, as in C
+    if x.dtype.primitive_bitwidth < 32:  # the product is one of ints, as in C
         return tl.abs(quotient.to(tl.int32) * y.to(tl.int32)).to(x.dtype)
     else:
         return tl.abs(quotient * y)
@@ -247,15 +249,32 @@ def digamma(x):
         shifted = tl.where(small, shifted - 1.0 / tl.where(small, z, 1.0), shifted)
         z = tl.where(small, z + 1.0, z)
     w = 1.0 / (z * z)
-    series = w * (8.33333333333333333333e-2 - w * (8.33333333333333333333e-3 - w * (3.96825396825396825397e-3 - w * (
-        4.16666666666666666667e-3 - w * (7.57575757575757575758e-3 - w * (2.10927960927960927961e-2 - w *
-                                                                        8.33333333333333333333e-2))))))
+    series = w * (
+        8.33333333333333333333e-2
+        - w
+        * (
+            8.33333333333333333333e-3
+            - w
+            * (
+                3.96825396825396825397e-3
+                - w
+                * (
+                    4.16666666666666666667e-3
+                    - w
+                    * (
+                        7.57575757575757575758e-3
+                        - w * (2.10927960927960927961e-2 - w * 8.33333333333333333333e-2)
+                    )
+                )
+            )
+        )
+    )
     value = libdevice.log(z) - 0.5 / z - series + shifted + reflected
     value = tl.where(x == 0, libdevice.copysign(zero + float("inf"), x * -1), value)
     return tl.where(pole, float("nan"), value).to(x.dtype)
 
 
-# -- functions of libdevice, by its own names or torch's ---------------------------------------------------------
+# -- functions of libdevice, by its own names or torch's -----------------------------------------------------
 
 
 @triton.jit
@@ -413,7 +432,7 @@ def lgamma(x):
     return libdevice.lgamma(x)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -430,7 +449,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def check(position, size, wrap: tl.constexpr, flag, live):
-    """A run-time index, from the end when negative and `wrap`. Out of range it raises `flag` and becomes 0."""
+    """A run-time index, from the end when negative and `wrap`. Out of range: raises `flag`, becomes 0."""
     if wrap:
         position = tl.where(position < 0, position + size, position)
     bad = (position < 0) | (position >= size)
@@ -438,7 +457,7 @@ def check(position, size, wrap: tl.constexpr, flag, live):
     return tl.where(bad, 0, position)
 
 
-# -- along the second dim of a tile ------------------------------------------------------------------------------
+# -- along the second dim of a tile --------------------------------------------------------------------------
 
 
 @triton.jit

@@ -1,6 +1,8 @@
-"""The functions of device.py for Triton's interpreter, which knows neither libdevice nor (at any speed) reductions.
+"""The functions of device.py for Triton's interpreter, which knows neither libdevice nor (at any speed)
+reductions.
 
-The bodies are those of device.py, run as plain Python on the interpreter's tensors; libdevice functions come from torch,
+The bodies are those of device.py, run as plain Python on the interpreter's tensors; libdevice functions
+come from torch,
 reductions and scans from NumPy. So one emitted kernel serves both, and its logic is tested without a GPU.
 """
 
@@ -16,7 +18,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-LIBDEVICE = """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc
+LIBDEVICE = """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh
+atanh erf erfc
     erfinv lgamma rsqrt trunc signbit copysign nextafter hypot atan2 fmod""".split()
 RENAMED = {"rint": "round", "pow": "pow", "round_even": "round"}
 
@@ -25,6 +28,7 @@ RENAMED = {"rint": "round", "pow": "pow", "round_even": "round"}
 def namespace() -> types.SimpleNamespace:
     """What the name `d` means in an interpreted kernel."""
     from dicp.vendor.cuda_graph import device
+
     space: dict[str, Any] = {"tl": tl, "libdevice": types.SimpleNamespace(**_libdevice())}
     for name, value in vars(device).items():
         fn = getattr(value, "fn", None)
@@ -37,7 +41,9 @@ def namespace() -> types.SimpleNamespace:
 
 def _tensor(data: Any, dtype: Any) -> Any:
     data = np.asarray(data)
-    return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.ndim else dtype)
+    return tl.tensor(
+        TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.ndim else dtype
+    )
 
 
 def _like(data: Any, x: Any) -> Any:
@@ -57,6 +63,7 @@ def _elementwise(word: str) -> Callable[..., Any]:
             kind = tl.block_type(tl.int1, shape) if shape else tl.int1
             return tl.tensor(TensorHandle(out.reshape(xs[0].handle.data.shape), tl.int1), kind)
         return _like(out, xs[0])
+
     return apply
 
 
@@ -67,9 +74,13 @@ def _libdevice() -> dict[str, Callable[..., Any]]:
 def widen(x: Any) -> Any:
     """Exact; the interpreter's own conversion is not, for numbers that are not normal."""
     data = x.handle.data
-    wide = (data.astype(np.uint32) << 16).view(np.float32) if x.dtype == tl.bfloat16 else data.astype(np.float32)
-    return tl.tensor(TensorHandle(wide, tl.float32), tl.block_type(tl.float32, x.type.shape) if x.type.is_block() else
-                     tl.float32)
+    wide = (
+        (data.astype(np.uint32) << 16).view(np.float32) if x.dtype == tl.bfloat16 else data.astype(np.float32)
+    )
+    return tl.tensor(
+        TensorHandle(wide, tl.float32),
+        tl.block_type(tl.float32, x.type.shape) if x.type.is_block() else tl.float32,
+    )
 
 
 def narrow(x: Any, dtype: Any) -> Any:
@@ -78,10 +89,12 @@ def narrow(x: Any, dtype: Any) -> Any:
     data = torch.from_numpy(np.ascontiguousarray(x.handle.data)).to(kind)
     bits = data.view(torch.int16).numpy().view(np.uint16 if kind == torch.bfloat16 else np.float16)
     bits = bits.reshape(x.handle.data.shape)
-    return tl.tensor(TensorHandle(bits, dtype), tl.block_type(dtype, x.type.shape) if x.type.is_block() else dtype)
+    return tl.tensor(
+        TensorHandle(bits, dtype), tl.block_type(dtype, x.type.shape) if x.type.is_block() else dtype
+    )
 
 
-# -- reductions and scans along axis 1 ---------------------------------------------------------------------------
+# -- reductions and scans along axis 1 -----------------------------------------------------------------------
 
 
 def _reduce(fn: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -94,12 +107,14 @@ def _scan(fn: Callable[..., Any]) -> Callable[[Any], Any]:
 
 def _position(best: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     """The smallest position of the best value; NaN is the best of all."""
+
     def row(x: Any, position: Any) -> Any:
         data, at = np.broadcast_arrays(x.handle.data, position.handle.data)
         top = best(data, axis=1, keepdims=True)
         hit = (data == top) | (np.isnan(data) if data.dtype.kind == "f" else False)
         far = np.iinfo(at.dtype).max
         return _tensor(np.where(hit, at, far).min(axis=1, keepdims=True), position.dtype)
+
     return row
 
 
@@ -113,6 +128,7 @@ def _scan_position(larger: bool) -> Callable[[Any, Any], Any]:
             best[:, k] = np.where(take, new, old)
             where[:, k] = np.where(take, at[:, k], where[:, k - 1])
         return _tensor(best, x.dtype), _tensor(where, position.dtype)
+
     return scan
 
 
@@ -137,12 +153,20 @@ def _log_cum_sum_exp(data: Any, axis: int) -> Any:
 
 def _rows() -> dict[str, Callable[..., Any]]:
     return {
-        "row_sum": _reduce(np.sum), "row_prod": _reduce(np.prod), "row_max": _reduce(np.max), "row_min": _reduce(np.min),
-        "row_argmax": _position(np.max), "row_argmin": _position(np.min), "row_moments": _moments,
-        "scan_sum": _scan(_cumulative_sum), "scan_prod": _scan(np.cumprod),
-        "scan_max": _scan(np.maximum.accumulate), "scan_min": _scan(np.minimum.accumulate),
+        "row_sum": _reduce(np.sum),
+        "row_prod": _reduce(np.prod),
+        "row_max": _reduce(np.max),
+        "row_min": _reduce(np.min),
+        "row_argmax": _position(np.max),
+        "row_argmin": _position(np.min),
+        "row_moments": _moments,
+        "scan_sum": _scan(_cumulative_sum),
+        "scan_prod": _scan(np.cumprod),
+        "scan_max": _scan(np.maximum.accumulate),
+        "scan_min": _scan(np.minimum.accumulate),
         "scan_logsumexp": _scan(_log_cum_sum_exp),
-        "scan_argmax": _scan_position(True), "scan_argmin": _scan_position(False),
+        "scan_argmax": _scan_position(True),
+        "scan_argmin": _scan_position(False),
         "row_last": lambda x, column, last: _last(x, column, last),
     }
 

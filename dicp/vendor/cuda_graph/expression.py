@@ -1,6 +1,7 @@
 """Scalar expressions as Triton text.
 
-An expression becomes a chain of assignments, each with the aten op and the user's line it came from. Every value has
+An expression becomes a chain of assignments, each with the aten op and the user's line it came from. Every
+value has
 the dims of the tile it differs along: (), x, r, or both; Triton broadcasts the rest.
 """
 
@@ -21,14 +22,42 @@ from dicp.ir.index import Index, Var
 Dims = frozenset[str]
 NO_DIMS: Dims = frozenset()
 
-TYPES = {torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int32: "tl.int32", torch.int64: "tl.int64",
-         torch.int16: "tl.int16", torch.int8: "tl.int8", torch.uint8: "tl.uint8", torch.bool: "tl.int1",
-         torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
-INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
-         "land": "&", "lor": "|", "lxor": "^", "band": "&", "bor": "|", "bxor": "^"}
+TYPES = {
+    torch.float32: "tl.float32",
+    torch.float64: "tl.float64",
+    torch.int32: "tl.int32",
+    torch.int64: "tl.int64",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float16: "tl.float16",
+}
+INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+    "land": "&",
+    "lor": "|",
+    "lxor": "^",
+    "band": "&",
+    "bor": "|",
+    "bxor": "^",
+}
 BOOL_INFIX = {"add": "|", "mul": "&", "sub": "^", "maximum": "|", "minimum": "&", "fmax": "|", "fmin": "&"}
-WORDS = {"abs": "absolute", "pow": "power"}     # primitives that device.py spells otherwise
-LITERAL = (torch.float32, torch.int32, torch.int64)     # dtypes of plain numbers beside an operand of the same dtype
+WORDS = {"abs": "absolute", "pow": "power"}  # primitives that device.py spells otherwise
+LITERAL = (
+    torch.float32,
+    torch.int32,
+    torch.int64,
+)  # dtypes of plain numbers beside an operand of the same dtype
 
 
 def literal(value: bool | int | float, dtype: torch.dtype) -> str:
@@ -56,8 +85,12 @@ def host_text(i: Index) -> str:
         return str(i)
     parts = []
     for mono, coef in i.terms:
-        factors = [f"({host_text(a.num)}) {a.symbol} ({host_text(a.den)})" if isinstance(a, (ix.Div, ix.Mod)) else a.key
-                   for a in mono]
+        factors = [
+            f"({host_text(a.num)}) {a.symbol} ({host_text(a.den)})"
+            if isinstance(a, (ix.Div, ix.Mod))
+            else a.key
+            for a in mono
+        ]
         factors = [f"({f})" if " " in f else f for f in factors]
         if coef != 1 or not factors:
             factors.insert(0, str(coef))
@@ -72,7 +105,7 @@ class Scope:
     parent: Scope | None = None
     lines: list[str] = field(default_factory=list)
     names: dict[tuple[Expr, str | None], str] = field(default_factory=dict)
-    provides: frozenset[Any] = frozenset()      # loop variables and refs that exist from this scope inwards
+    provides: frozenset[Any] = frozenset()  # loop variables and refs that exist from this scope inwards
 
     def find(self, key: tuple[Expr, str | None]) -> str | None:
         scope: Scope | None = self
@@ -94,7 +127,8 @@ class Mask:
 class ExpressionWriter:
     """Writes expressions of one kernel into scopes.
 
-    dims: the tile dims a loop variable runs along. shape: the text of a tile's shape with these dims. live: the masks of
+    dims: the tile dims a loop variable runs along. shape: the text of a tile's shape with these dims. live:
+    the masks of
     dims whose last tile may reach beyond the end.
     """
 
@@ -111,7 +145,7 @@ class ExpressionWriter:
         self.count += 1
         return f"{stem}{self.count - 1}"
 
-    # -- facts ---------------------------------------------------------------------------------------------------
+    # -- facts -----------------------------------------------------------------------------------------------
 
     def dims(self, x: Expr) -> Dims:
         """Tile dims along which x differs."""
@@ -155,7 +189,7 @@ class ExpressionWriter:
             scope = scope.parent
         return scope
 
-    # -- expressions ---------------------------------------------------------------------------------------------
+    # -- expressions -----------------------------------------------------------------------------------------
 
     def write(self, x: Expr, scope: Scope, mask: Mask | None = None) -> str:
         """The name of x's value, assigned in scope if it has none yet. `mask`: where loads may happen."""
@@ -202,7 +236,7 @@ class ExpressionWriter:
         booleans = all(a.dtype == torch.bool for a in operands)
         sign = BOOL_INFIX.get(x.op) if booleans else None
         sign = sign or INFIX.get(x.op)
-        if sign is not None and booleans and x.op in ("lt", "le", "gt", "ge"):     # one signed bit would be -1
+        if sign is not None and booleans and x.op in ("lt", "le", "gt", "ge"):  # one signed bit would be -1
             return f" {sign} ".join(f"{self.write(a, scope, mask)}.to(tl.int8)" for a in operands)
         if sign is not None:
             return f" {sign} ".join(self._operand(a, operands, scope, mask) for a in operands)
@@ -221,9 +255,11 @@ class ExpressionWriter:
             return f"{args[0]} < 0"
         if x.op == "abs" and x.dtype in (torch.bool, torch.uint8):
             return args[0]
-        if len(operands) > 1:       # the interpreter mixes up the dtypes of comparisons between bare numbers
-            args = [self._constant_tile(o, self.dims(x)) if o.op == "const" else a
-                    for o, a in zip(operands, args, strict=True)]
+        if len(operands) > 1:  # the interpreter mixes up the dtypes of comparisons between bare numbers
+            args = [
+                self._constant_tile(o, self.dims(x)) if o.op == "const" else a
+                for o, a in zip(operands, args, strict=True)
+            ]
         return f"d.{WORDS.get(x.op, x.op)}({', '.join(args)})"
 
     def _constant_tile(self, x: Expr, dims: Dims) -> str:
@@ -260,7 +296,7 @@ class ExpressionWriter:
         live = self.mask_text(dims, mask) or "tl.full([], True, tl.int1)"
         return f"d.check({p}, {self.write(limit, scope, mask)}, {bool(wrap)}, flags + {number}, {live})"
 
-    # -- memory --------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def mask_text(self, dims: Dims, mask: Mask | None = None) -> str:
         """The condition under which the elements of a tile exist, and `mask` holds; empty when always."""
@@ -288,13 +324,16 @@ class ExpressionWriter:
             return f"{buffer} + tl.full({self.shape(want)}, {text}, INDEX)"
         return f"{buffer} + tl.broadcast_to({text}, {self.shape(want)})"
 
-    # -- indices -------------------------------------------------------------------------------------------------
+    # -- indices ---------------------------------------------------------------------------------------------
 
     def _index_value(self, i: Index, scope: Scope, mask: Mask | None) -> str:
         """An index as an int64 value."""
         if not self.index_dims(i) and not any(isinstance(a, ix.Opaque) for a in ix.atoms(i)):
-            return f"tl.full([], {self.index(i, scope, mask)}, tl.int64)" if isinstance(i, int) else \
-                f"({self.index(i, scope, mask)}).to(tl.int64)"
+            return (
+                f"tl.full([], {self.index(i, scope, mask)}, tl.int64)"
+                if isinstance(i, int)
+                else f"({self.index(i, scope, mask)}).to(tl.int64)"
+            )
         return f"({self.index(i, scope, mask)}).to(tl.int64)"
 
     def index(self, i: Index, scope: Scope, mask: Mask | None = None) -> str:
@@ -322,7 +361,7 @@ class ExpressionWriter:
 
 
 def cast_text(text: str, source: torch.dtype, target: torch.dtype) -> str:
-    """A conversion as torch makes it: to bool by comparing with zero, from float to small integers by way of int32."""
+    """A conversion as torch makes it: bool compares with zero, small integers by way of int32."""
     if target == torch.bool:
         return f"{text} != 0"
     if source.is_floating_point and target in (torch.int8, torch.uint8, torch.int16):

@@ -1,15 +1,15 @@
 """Whole programs as CUDA graphs (mode="reduce-overhead"): one replay instead of many launches.
 
-The first call with given sizes runs directly, the second is captured, later ones replay. What could go wrong, and what
-is done about it:
-    inputs move       those whose address differed between the two calls are copied into static memory before a replay,
-                      the others (weights) are read in place; one that moves later becomes a copied one, by a new capture
+The first call with given sizes runs directly, the second is captured, later ones replay. What could go
+wrong, and what is done about it:
+    inputs move       those whose address differed between the two calls are copied into static memory
+                      first, the others (weights) are read in place; a late mover costs a new capture
     mutated inputs    a copied one is copied back after the replay
-    outputs in use    results live in the graph's memory; while the caller still holds those of the last replay, another
-                      instance replays (at most INSTANCES), and after that the program runs directly: never overwritten
+    outputs in use    results live in the graph's memory; while the caller holds those of the last replay,
+                      another instance replays (at most INSTANCES), then the program runs directly
     random numbers    torch's default generator is registered with the graph: each replay draws afresh
     streams, threads  captures are kept per device and stream; a call holds the program's lock
-    no capture        reads of sizes from data, objects that are no tensors, calls that synchronise: logged once, run directly
+    no capture        sizes read from data, objects that are no tensors, calls that wait: logged once
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dicp.schedule.kernels import Launch
 
 log = logging.getLogger("dicp")
 
-INSTANCES = 2       # captures of the same sizes: results of one may be held while the other replays
-MAX_SIZES = 16      # distinct sizes captured per program
+INSTANCES = 2  # captures of the same sizes: results of one may be held while the other replays
+MAX_SIZES = 16  # distinct sizes captured per program
 MAX_RECAPTURES = 4  # captures again because an input moved, before all inputs are copied
 
 Call = Callable[[list[Any]], Any]
@@ -53,7 +53,7 @@ class CudaBackend:
         return torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-        """(replay, results) of a function's launches. Raises RuntimeError where it does what a graph cannot hold."""
+        """(replay, results) of a function's launches. Raises RuntimeError where a graph cannot hold them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -80,22 +80,24 @@ class Instance:
     static: dict[int, torch.Tensor]
     results: Any
     tensors: list[torch.Tensor] = field(default_factory=list)
-    idle: list[int] = field(default_factory=list)           # users of each result when nobody holds it
+    idle: list[int] = field(default_factory=list)  # users of each result when nobody holds it
 
 
 @dataclass
 class Sizes:
     """What is known of calls with one set of sizes on one stream."""
 
-    addresses: dict[int, int]       # of the inputs read in place, by position
+    addresses: dict[int, int]  # of the inputs read in place, by position
     copied: set[int]
     pool: Any
     instances: list[Instance] = field(default_factory=list)
     recaptures: int = 0
 
 
-def capturing(call: Call, program: Program, backend: Any = None, raise_checks: Callable[[], None] | None = None) -> Call:
-    """The program's function, replayed as a CUDA graph from its third call on; or itself, when that cannot be."""
+def capturing(
+    call: Call, program: Program, backend: Any = None, raise_checks: Callable[[], None] | None = None
+) -> Call:
+    """The program's function, replayed as a CUDA graph from its third call on; itself, when it cannot be."""
     problem = obstacle(program)
     if problem is not None:
         log.warning("%s runs without a CUDA graph: %s", program.name, problem)
@@ -104,6 +106,7 @@ def capturing(call: Call, program: Program, backend: Any = None, raise_checks: C
 
     def run(args: list[Any]) -> Any:
         return graphed(args)
+
     run._boxed_call = True  # type: ignore[attr-defined]
     run.graphed = graphed  # type: ignore[attr-defined]
     return run
@@ -126,21 +129,28 @@ def obstacle(program: Program) -> str | None:
 
 def mutated_inputs(program: Program) -> set[int]:
     """Positions of the inputs that the program writes."""
-    written = {program.plan.find(n) for item in program.items if isinstance(item, Launch) for n in item.writes}
+    written = {
+        program.plan.find(n) for item in program.items if isinstance(item, Launch) for n in item.writes
+    }
     return {k for k, b in enumerate(program.lowered.inputs) if isinstance(b, Buffer) and b.name in written}
 
 
 class Graphed:
     """See the head of this file."""
 
-    def __init__(self, call: Call, program: Program, backend: Any, raise_checks: Callable[[], None] | None) -> None:
+    def __init__(
+        self, call: Call, program: Program, backend: Any, raise_checks: Callable[[], None] | None
+    ) -> None:
         self.call, self.program, self.backend, self.raise_checks = call, program, backend, raise_checks
         self.mutated = mutated_inputs(program)
         inputs = list(enumerate(program.lowered.inputs))
         self.tensors = [k for k, b in inputs if isinstance(b, Buffer)]
         self.numbers = [k for k, b in inputs if not isinstance(b, Buffer)]
-        self.varying = [k for k, b in inputs if isinstance(b, Buffer) and
-                        not all(isinstance(n, int) for n in (*b.shape, *b.strides))]
+        self.varying = [
+            k
+            for k, b in inputs
+            if isinstance(b, Buffer) and not all(isinstance(n, int) for n in (*b.shape, *b.strides))
+        ]
         self.anchor = next((k for k, b in inputs if isinstance(b, Buffer) and b.shape != ()), None)
         self.sizes: dict[Any, Sizes] = {}
         self.pools: dict[tuple[int, int], Any] = {}
@@ -158,7 +168,11 @@ class Graphed:
             return self.call(args)
         device = args[self.anchor].device
         place = self.backend.place(device)
-        key = (place, *(args[k] for k in self.numbers), *((args[k].shape, args[k].stride()) for k in self.varying))
+        key = (
+            place,
+            *(args[k] for k in self.numbers),
+            *((args[k].shape, args[k].stride()) for k in self.varying),
+        )
         known = self.sizes.get(key)
         if known is None:
             if len(self.sizes) < MAX_SIZES:
@@ -194,8 +208,10 @@ class Graphed:
     def _capture(self, known: Sizes, args: list[Any], device: torch.device) -> Instance | None:
         if len(known.instances) >= INSTANCES:
             return None
-        static = {k: torch.empty_strided(args[k].shape, args[k].stride(), dtype=args[k].dtype, device=device)
-                  for k in sorted(known.copied)}
+        static = {
+            k: torch.empty_strided(args[k].shape, args[k].stride(), dtype=args[k].dtype, device=device)
+            for k in sorted(known.copied)
+        }
         for k, t in static.items():
             t.copy_(args[k])
         given = [static.get(k, a) for k, a in enumerate(args)]
@@ -203,15 +219,18 @@ class Graphed:
             replay, results = self.backend.capture(lambda: self.call(list(given)), known.pool)
         except RuntimeError as e:
             self.stopped = str(e).splitlines()[0]
-            log.warning("%s runs without a CUDA graph: the capture failed: %s", self.program.name, self.stopped)
+            log.warning(
+                "%s runs without a CUDA graph: the capture failed: %s", self.program.name, self.stopped
+            )
             self.sizes.clear()
             return None
         given_at = {id(a): k for k, a in enumerate(given) if isinstance(a, torch.Tensor)}
         kept = [Given(given_at[id(r)]) if id(r) in given_at else r for r in _flat(results)]
         in_place = {given[k].untyped_storage().data_ptr() for k in self.tensors if k not in static}
         made = Instance(replay, static, kept)
-        made.tensors = [t for t in kept if isinstance(t, torch.Tensor) and
-                        t.untyped_storage().data_ptr() not in in_place]
+        made.tensors = [
+            t for t in kept if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in in_place
+        ]
         del results
         made.idle = [self.backend.users(t) for t in made.tensors]
         known.instances.append(made)
@@ -225,8 +244,10 @@ class Graphed:
         instance.replay()
         for k in self.mutated & set(instance.static):
             args[k].copy_(instance.static[k], non_blocking=True)
-        out = tuple(args[r.position] if isinstance(r, Given) else r.detach() if isinstance(r, torch.Tensor) else r
-                    for r in instance.results)
+        out = tuple(
+            args[r.position] if isinstance(r, Given) else r.detach() if isinstance(r, torch.Tensor) else r
+            for r in instance.results
+        )
         args.clear()
         return out
 

@@ -1,7 +1,9 @@
 """Emitted kernels as callables: loading, compiling for a GPU (present or not), launching, interpreting.
 
-A kernel is compiled through Triton for what a launch finds: pointers aligned to 16 bytes or not, 32- or 64-bit
-positions, sizes that 16 divides or not. It is launched by the driver's cuLaunchKernel, without Triton's own launcher:
+A kernel is compiled through Triton for what a launch finds: pointers aligned to 16 bytes or not, 32- or
+64-bit
+positions, sizes that 16 divides or not. It is launched by the driver's cuLaunchKernel, without Triton's own
+launcher:
 that one builds a C extension per signature and looks each argument up in every call.
 """
 
@@ -28,11 +30,20 @@ from dicp.errors import BuildError, DicpError
 from dicp.runtime.cache import Key, open_store
 from dicp.vendor.cuda_graph.codegen import Source
 
-POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-            torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-            torch.bool: "*i1"}
-WIDE = 1 << 30      # elements from which positions take 64 bits (a last tile may reach beyond the end)
-ALIGN = 16          # bytes: one vector access
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+WIDE = 1 << 30  # elements from which positions take 64 bits (a last tile may reach beyond the end)
+ALIGN = 16  # bytes: one vector access
 _loading = threading.Lock()
 _interpreting = threading.Lock()
 
@@ -43,6 +54,7 @@ def load(source: Source, config: Any) -> Any:
 
     def write(folder: Path) -> None:
         (folder / f"{source.name}.py").write_text(source.text)
+
     folder = open_store(config).get_or_build(key, write, source.name)
     return load_file(folder / f"{source.name}.py", source.name)
 
@@ -59,11 +71,18 @@ def load_file(path: Path, name: str) -> Any:
     return getattr(module, name)
 
 
-# -- compiling ---------------------------------------------------------------------------------------------------
+# -- compiling -----------------------------------------------------------------------------------------------
 
 
-def compile_for(source: Source, fn: Any, target: GPUTarget, aligned: bool = True, wide: bool = False,
-                round_sizes: bool = False, fusion: bool = True) -> Any:
+def compile_for(
+    source: Source,
+    fn: Any,
+    target: GPUTarget,
+    aligned: bool = True,
+    wide: bool = False,
+    round_sizes: bool = False,
+    fusion: bool = True,
+) -> Any:
     """A kernel compiled for a GPU, down to its binary; no GPU is needed. Raises BuildError."""
     kernel, b = source.kernel, source.blocks
     signature = {p.name: POINTERS[p.dtype] for p in kernel.params}
@@ -78,11 +97,18 @@ def compile_for(source: Source, fn: Any, target: GPUTarget, aligned: bool = True
     if round_sizes:
         attrs |= {(len(kernel.params) + k,): hint for k in range(len(kernel.sizes))}
     try:
-        return triton.compile(ASTSource(fn, signature, constants, attrs), target=target,
-                              options={"num_warps": b.warps, "enable_fp_fusion": fusion})
+        return triton.compile(
+            ASTSource(fn, signature, constants, attrs),
+            target=target,
+            options={"num_warps": b.warps, "enable_fp_fusion": fusion},
+        )
     except (triton.CompilationError, RuntimeError, ValueError) as e:
-        raise BuildError(f"Triton cannot compile {source.name} for {target.backend}:{target.arch}", message=str(e)[:4000],
-                         source=str(getattr(fn.fn, "__code__", fn).co_filename), where=kernel.origins) from e
+        raise BuildError(
+            f"Triton cannot compile {source.name} for {target.backend}:{target.arch}",
+            message=str(e)[:4000],
+            source=str(getattr(fn.fn, "__code__", fn).co_filename),
+            where=kernel.origins,
+        ) from e
 
 
 @functools.cache
@@ -91,13 +117,13 @@ def target_of(device: int) -> GPUTarget:
     return GPUTarget("cuda", major * 10 + minor, 32)
 
 
-# -- the driver --------------------------------------------------------------------------------------------------
+# -- the driver ----------------------------------------------------------------------------------------------
 
 
 class Driver:
     """The few calls of libcuda that a launch needs. `library` may be a stand-in."""
 
-    SHARED_LIMIT, MAX_DYNAMIC_SHARED = 48 << 10, 8      # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    SHARED_LIMIT, MAX_DYNAMIC_SHARED = 48 << 10, 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -107,10 +133,14 @@ class Driver:
         """The function in a binary, ready to launch on the current device."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._checked(self.library.cuModuleLoadData(ctypes.byref(module), binary), f"loading {name}")
-        self._checked(self.library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}")
+        self._checked(
+            self.library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"finding {name}"
+        )
         if shared > self.SHARED_LIMIT:
-            self._checked(self.library.cuFuncSetAttribute(function, self.MAX_DYNAMIC_SHARED, shared),
-                          f"{shared} bytes of shared memory for {name}")
+            self._checked(
+                self.library.cuFuncSetAttribute(function, self.MAX_DYNAMIC_SHARED, shared),
+                f"{shared} bytes of shared memory for {name}",
+            )
         return function
 
     def _checked(self, code: int, what: str) -> None:
@@ -146,9 +176,20 @@ class Launcher:
 
     def __call__(self, programs: int, stream: int, arguments: Sequence[int]) -> None:
         with self.lock:
-            self.slots[: self.count] = arguments
-            code = self.driver.launch_kernel(self.function, programs, 1, 1, self.threads, 1, 1, self.shared,
-                                             ctypes.c_void_p(stream), self.pointers, None)
+            self.slots[: self.count] = arguments  # type: ignore[call-overload]
+            code = self.driver.launch_kernel(
+                self.function,
+                programs,
+                1,
+                1,
+                self.threads,
+                1,
+                1,
+                self.shared,
+                ctypes.c_void_p(stream),
+                self.pointers,
+                None,
+            )
         if code:
             raise DicpError(f"CUDA error {code} launching {self.name}: {self.driver.message(code)}")
 
@@ -156,14 +197,21 @@ class Launcher:
 def hidden_parameters(ptx: str, name: str, arguments: int) -> int:
     """Parameters (scratch memory) that Triton adds behind those of the source."""
     start = ptx.index(f".entry {name}(")
-    return ptx[start: ptx.index(")", start + len(name) + 8)].count(".param") - arguments
+    return ptx[start : ptx.index(")", start + len(name) + 8)].count(".param") - arguments
 
 
 class GpuKernel:
     """A kernel as the program calls it: kernel(device, stream, wide, pointers.., sizes..)."""
 
-    def __init__(self, source: Source, fn: Any, programs: Callable[..., int], fusion: bool = True,
-                 find_driver: Callable[[], Driver] = driver, find_target: Callable[[int], GPUTarget] = target_of) -> None:
+    def __init__(
+        self,
+        source: Source,
+        fn: Any,
+        programs: Callable[..., int],
+        fusion: bool = True,
+        find_driver: Callable[[], Driver] = driver,
+        find_target: Callable[[int], GPUTarget] = target_of,
+    ) -> None:
         self.source, self.fn, self.programs, self.fusion = source, fn, programs, fusion
         self.find_driver, self.find_target = find_driver, find_target
         self.n_pointers = len(source.kernel.params)
@@ -172,7 +220,7 @@ class GpuKernel:
 
     def __call__(self, device: int, stream: int, wide: bool, *arguments: int) -> None:
         n = self.n_pointers
-        sizes = arguments[n: n + len(self.source.kernel.sizes)]
+        sizes = arguments[n : n + len(self.source.kernel.sizes)]
         programs = self.programs(*sizes)
         if programs == 0:
             return
@@ -185,9 +233,13 @@ class GpuKernel:
             launcher = self.prepare(*key)
         launcher(programs, stream, arguments)
 
-    def prepare(self, device: int, aligned: bool = True, wide: bool = False, round_sizes: bool = False) -> Launcher:
+    def prepare(
+        self, device: int, aligned: bool = True, wide: bool = False, round_sizes: bool = False
+    ) -> Launcher:
         """Compile (Triton's cache keeps what another process compiled) and load."""
-        compiled = compile_for(self.source, self.fn, self.find_target(device), aligned, wide, round_sizes, self.fusion)
+        compiled = compile_for(
+            self.source, self.fn, self.find_target(device), aligned, wide, round_sizes, self.fusion
+        )
         with self.lock:
             key = (device, aligned, wide, round_sizes)
             if key not in self.launchers:
@@ -196,7 +248,7 @@ class GpuKernel:
             return self.launchers[key]
 
 
-# -- the interpreter ---------------------------------------------------------------------------------------------
+# -- the interpreter -----------------------------------------------------------------------------------------
 
 
 class InterpretedKernel:
@@ -206,20 +258,23 @@ class InterpretedKernel:
         from triton.runtime.interpreter import InterpretedFunction
 
         from dicp.vendor.cuda_graph.emulate import namespace
+
         self.source, self.programs = source, programs
         plain = fn.fn
         space = {"tl": tl, "triton": triton, "d": namespace(), "range": _range, "__name__": source.name}
-        self.run = InterpretedFunction(types.FunctionType(plain.__code__, space, plain.__name__, plain.__defaults__))
+        self.run = InterpretedFunction(
+            types.FunctionType(plain.__code__, space, plain.__name__, plain.__defaults__)
+        )
         self.run.fn.__annotations__ = dict(plain.__annotations__)
 
     def __call__(self, wide: bool, *arguments: Any) -> None:
         n, b = len(self.source.kernel.params), self.source.blocks
-        programs = self.programs(*arguments[n: n + len(self.source.kernel.sizes)])
+        programs = self.programs(*arguments[n : n + len(self.source.kernel.sizes)])
         if programs == 0:
             return
         values = {"INDEX": tl.int64 if wide else tl.int32, "X": b.x, "Y": b.y, "R": b.r}
         constants = {name: values[name] for name in self.source.constants}
-        with _interpreting, np.errstate(all="ignore"):      # the interpreter swaps functions of triton.language
+        with _interpreting, np.errstate(all="ignore"):  # the interpreter swaps functions of triton.language
             self.run[(programs,)](*arguments, **constants)
 
 
@@ -228,7 +283,7 @@ def _range(*bounds: Any) -> range:
     return range(*(int(b.handle.data.item()) if isinstance(b, tl.tensor) else b for b in bounds))
 
 
-# -- alone -------------------------------------------------------------------------------------------------------
+# -- alone ---------------------------------------------------------------------------------------------------
 
 
 def try_alone(fn: Any, example: dict[str, Any]) -> None:
@@ -243,6 +298,7 @@ def try_alone(fn: Any, example: dict[str, Any]) -> None:
         if kind.is_floating_point:
             return torch.randn(n, device="cuda", generator=generator).to(kind)
         return torch.randint(0, 2, (n,), device="cuda", generator=generator).to(kind)
+
     tensors = [make(dtype, n) for dtype, n, _ in example["buffers"]]
     extra = [torch.zeros(64, dtype=torch.int32, device="cuda")] if example["flags"] else []
     arguments = (*tensors, *example["sizes"], *extra)
@@ -250,6 +306,7 @@ def try_alone(fn: Any, example: dict[str, Any]) -> None:
 
     def once() -> None:
         fn[(example["programs"],)](*arguments, **options)
+
     once()
     moved = sum(t.numel() * t.element_size() for t in tensors)
     ms = triton.testing.do_bench(once)

@@ -1,4 +1,4 @@
-"""Kernels for tests: run by the interpreter, by the meaning of the kernel IR, or compiled for a GPU that is not there."""
+"""Kernels for tests: interpreted, run by the meaning of the kernel IR, or compiled for absent GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def pointwise(expr: Expr, n: int, dtypes: dict[str, torch.dtype], out: torch.dty
     return Kernel("test", (Axis(i),), (*params, result), (), (Store("out", ix.of(i), expr),))
 
 
-def run(kernel: Kernel, tensors: Sequence[torch.Tensor], sizes: Sequence[int], config: Config) -> list[torch.Tensor]:
+def run(
+    kernel: Kernel, tensors: Sequence[torch.Tensor], sizes: Sequence[int], config: Config
+) -> list[torch.Tensor]:
     """The buffers after the kernel ran in Triton's interpreter."""
     source = codegen.emit(kernel, interpreted=True)
     fn = launch.load(source, config)
@@ -38,6 +40,7 @@ def run(kernel: Kernel, tensors: Sequence[torch.Tensor], sizes: Sequence[int], c
 
     def programs(*_: int) -> int:
         return codegen.programs(source, lambda i: int(ix.evaluate(i, values.__getitem__)))
+
     buffers = [t.clone() for t in tensors]
     launch.InterpretedKernel(source, fn, programs)(False, *buffers, *sizes)
     return buffers
@@ -59,7 +62,10 @@ def reference(kernel: Kernel, tensors: Sequence[torch.Tensor], sizes: Sequence[i
         return value(a.payload) if isinstance(a, ix.Opaque) else env[a]
 
     def value(e: Expr) -> torch.Tensor:
-        return interpret.evaluate(e, env.__getitem__, lambda name, i: buffers[name].flatten()[i], refs.__getitem__)
+        return interpret.evaluate(
+            e, env.__getitem__, lambda name, i: buffers[name].flatten()[i], refs.__getitem__
+        )
+
     for s in kernel.body:
         full = value(s.value).expand(extents)
         if isinstance(s, Store):
@@ -87,17 +93,23 @@ def _along(s: Reduce | Scan, full: torch.Tensor, inner: list[int]) -> list[torch
         return [{"max": torch.cummax, "min": torch.cummin}[s.kind](full, dim).values]
     rows = full.movedim(inner, list(range(-len(inner), 0))).flatten(-len(inner))
     results = {
-        "sum": lambda: [rows.sum(-1, dtype=rows.dtype)], "prod": lambda: [rows.prod(-1, dtype=rows.dtype)],
-        "max": lambda: [rows.amax(-1)], "min": lambda: [rows.amin(-1)], "any": lambda: [rows.any(-1)],
-        "all": lambda: [rows.all(-1)], "argmax": lambda: [rows.argmax(-1)], "argmin": lambda: [rows.argmin(-1)],
+        "sum": lambda: [rows.sum(-1, dtype=rows.dtype)],
+        "prod": lambda: [rows.prod(-1, dtype=rows.dtype)],
+        "max": lambda: [rows.amax(-1)],
+        "min": lambda: [rows.amin(-1)],
+        "any": lambda: [rows.any(-1)],
+        "all": lambda: [rows.all(-1)],
+        "argmax": lambda: [rows.argmax(-1)],
+        "argmin": lambda: [rows.argmin(-1)],
         "welford": lambda: [rows.mean(-1), rows.var(-1, correction=0) * rows.shape[-1]],
     }[s.kind]()
     shape = [1 if k in inner else n for k, n in enumerate(full.shape)]
     return [r.reshape(shape) for r in results]
 
 
-def compile_everywhere(sources: Sequence[codegen.Source], config: Config,
-                       targets: Sequence[GPUTarget] = tuple(TARGETS)) -> int:
+def compile_everywhere(
+    sources: Sequence[codegen.Source], config: Config, targets: Sequence[GPUTarget] = tuple(TARGETS)
+) -> int:
     """Compile kernels to binaries; how many there are."""
     count = 0
     for source in sources:

@@ -1,4 +1,4 @@
-"""Through torch.compile, on CPU tensors in Triton's interpreter: operators, gradients, sizes, mutation, two models."""
+"""Through torch.compile, interpreted on CPU tensors: operators, gradients, sizes, mutation, two models."""
 
 from __future__ import annotations
 
@@ -11,35 +11,57 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels import compile_everywhere
 
 import dicp
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import dicp_cuda
 from dicp.vendor.cuda_graph import assemble as assembling
-from kernels import compile_everywhere
 
 Fn = Callable[..., Any]
 X, SPOT = (37, 53), torch.tensor([1, 1, 2, 36, 0])
 
 OPERATORS: dict[str, Fn] = {
-    "add": lambda x: x * 2 + 1, "softmax": lambda x: torch.softmax(x, -1), "sum0": lambda x: x.sum(0),
-    "layer_norm": lambda x: F.layer_norm(x, (53,)), "var": lambda x: x.var(1), "std0": lambda x: x.std(0),
-    "gelu": F.gelu, "transpose": lambda x: x.t().contiguous() + 1, "cat": lambda x: torch.cat([x, x * 2], 1),
-    "pad": lambda x: F.pad(x, (1, 2, 3, 4)) * 2, "mm": lambda x: torch.relu(x @ x.t() + 1),
-    "cumsum": lambda x: x.cumsum(1), "logcumsumexp": lambda x: x.logcumsumexp(-1), "amax": lambda x: x.amax(0),
-    "gather": lambda x: x.gather(1, SPOT[:4].reshape(2, 2)), "embedding": lambda x: F.embedding(SPOT, x),
-    "index_add": lambda x: torch.zeros(X).index_add(0, SPOT, x[:5]), "flip": lambda x: x.flip(0) + x,
-    "max_pool": lambda x: F.max_pool2d(x[None, None], 2) + 1, "avg_pool": lambda x: F.avg_pool2d(x[None, None], 3),
-    "conv": lambda x: F.conv2d(x[None, None], x[None, None, :3, :3]), "roll": lambda x: x.roll(3, 1),
-    "upsample": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"), "tanh": torch.tanh,
-    "where": lambda x: torch.where(x > 0, x, x.exp()), "cross_entropy": lambda x: F.cross_entropy(x[:5], SPOT),
-    "attention": lambda x: F.scaled_dot_product_attention(x[None, None, :8], x[None, None, :8], x[None, None, :8]),
-    "sort": lambda x: x.sort(-1).values * 2, "prod": lambda x: (1 + x / 100).prod(-1), "logsumexp": lambda x: x.logsumexp(0),
+    "add": lambda x: x * 2 + 1,
+    "softmax": lambda x: torch.softmax(x, -1),
+    "sum0": lambda x: x.sum(0),
+    "layer_norm": lambda x: F.layer_norm(x, (53,)),
+    "var": lambda x: x.var(1),
+    "std0": lambda x: x.std(0),
+    "gelu": F.gelu,
+    "transpose": lambda x: x.t().contiguous() + 1,
+    "cat": lambda x: torch.cat([x, x * 2], 1),
+    "pad": lambda x: F.pad(x, (1, 2, 3, 4)) * 2,
+    "mm": lambda x: torch.relu(x @ x.t() + 1),
+    "cumsum": lambda x: x.cumsum(1),
+    "logcumsumexp": lambda x: x.logcumsumexp(-1),
+    "amax": lambda x: x.amax(0),
+    "gather": lambda x: x.gather(1, SPOT[:4].reshape(2, 2)),
+    "embedding": lambda x: F.embedding(SPOT, x),
+    "index_add": lambda x: torch.zeros(X).index_add(0, SPOT, x[:5]),
+    "flip": lambda x: x.flip(0) + x,
+    "max_pool": lambda x: F.max_pool2d(x[None, None], 2) + 1,
+    "avg_pool": lambda x: F.avg_pool2d(x[None, None], 3),
+    "conv": lambda x: F.conv2d(x[None, None], x[None, None, :3, :3]),
+    "roll": lambda x: x.roll(3, 1),
+    "upsample": lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+    "tanh": torch.tanh,
+    "where": lambda x: torch.where(x > 0, x, x.exp()),
+    "cross_entropy": lambda x: F.cross_entropy(x[:5], SPOT),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        x[None, None, :8], x[None, None, :8], x[None, None, :8]
+    ),
+    "sort": lambda x: x.sort(-1).values * 2,
+    "prod": lambda x: (1 + x / 100).prod(-1),
+    "logsumexp": lambda x: x.logsumexp(0),
 }
 INTEGERS: dict[str, Fn] = {
-    "int8_wraps": lambda: (torch.arange(-100, 100).to(torch.int8) * 3 + 7), "argmax": lambda: torch.randn(X).argmax(1),
-    "any": lambda: (torch.arange(53) > 50).any(), "divide": lambda: torch.arange(-9, 9) // 4,
-    "cummax": lambda: torch.cummax(torch.arange(30.0).sin(), 0), "bits": lambda: torch.arange(40) & 12 | 3,
+    "int8_wraps": lambda: torch.arange(-100, 100).to(torch.int8) * 3 + 7,
+    "argmax": lambda: torch.randn(X).argmax(1),
+    "any": lambda: (torch.arange(53) > 50).any(),
+    "divide": lambda: torch.arange(-9, 9) // 4,
+    "cummax": lambda: torch.cummax(torch.arange(30.0).sin(), 0),
+    "bits": lambda: torch.arange(40) & 12 | 3,
 }
 
 
@@ -48,6 +70,7 @@ def compiled(cuda_cache: str) -> Callable[..., Fn]:
     def make(fn: Fn, **how: Any) -> Fn:
         options = {"interpret": True, "cache_dir": cuda_cache}
         return torch.compile(fn, backend=dicp_cuda, options=options, fullgraph=True, **how)
+
     return make
 
 
@@ -88,6 +111,7 @@ def test_mutated_input_and_dead_rows(compiled: Any) -> None:
     def bump(x: torch.Tensor) -> torch.Tensor:
         x.mul_(2)
         return x.sum(-1)
+
     x = torch.randn(X)
     y = x.clone()
     torch.testing.assert_close(compiled(bump)(x), bump(y))
@@ -105,6 +129,7 @@ def test_index_out_of_range_is_an_error_with_the_users_line(compiled: Any) -> No
 def test_seed_means_what_it_means_under_eager(compiled: Any) -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.5) + torch.rand_like(x)
+
     fn, x = compiled(noisy), torch.ones(X)
     torch.manual_seed(3)
     first, second = fn(x), fn(x)
@@ -143,6 +168,7 @@ def test_without_gpu_the_error_points_to_the_cpu_backend() -> None:
 def test_triton_is_left_as_it_was(compiled: Any) -> None:
     import triton
     import triton.language as tl
+
     before = (triton.knobs.runtime.interpret, tl.load, tl.reduce, tl.tensor.__dict__.get("__bool__"))
     compiled(lambda x: x.sum(-1) + 1)(torch.ones(3, 4))
     assert before == (triton.knobs.runtime.interpret, tl.load, tl.reduce, tl.tensor.__dict__.get("__bool__"))
@@ -154,9 +180,17 @@ CORE = ["compiler.py", "errors.py", "ir", "ops", "passes", "schedule", "runtime"
 def test_core_names_no_vendor() -> None:
     """Only comments of the kind "for example" may say what a vendor is called, and there are none."""
     root = Path(dicp.__file__).parent
-    files = [f for part in CORE for f in ([root / part] if part.endswith(".py") else sorted((root / part).rglob("*.py")))]
-    named = [f"{f.relative_to(root)}:{k}" for f in files for k, line in enumerate(f.read_text().splitlines(), 1)
-             if "cpu_graph" in line or "cuda_graph" in line or "triton" in line.lower()]
+    files = [
+        f
+        for part in CORE
+        for f in ([root / part] if part.endswith(".py") else sorted((root / part).rglob("*.py")))
+    ]
+    named = [
+        f"{f.relative_to(root)}:{k}"
+        for f in files
+        for k, line in enumerate(f.read_text().splitlines(), 1)
+        if "cpu_graph" in line or "cuda_graph" in line or "triton" in line.lower()
+    ]
     assert not named, named
 
 
@@ -164,6 +198,11 @@ def test_gpu_check_without_gpu_says_what_to_do() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     script = Path(dicp.__file__).parent.parent / "scripts" / "gpu_check.sh"
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env={"PYTHON": sys.executable, "PATH": "/bin:/usr/bin"})
+    done = subprocess.run(
+        ["bash", str(script)],
+        capture_output=True,
+        text=True,
+        env={"PYTHON": sys.executable, "PATH": "/bin:/usr/bin"},
+    )
     assert done.returncode == 3
     assert "no CUDA GPU" in done.stderr

@@ -35,13 +35,14 @@ class FakeCuda:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captures += 1
         results = run()
-        weak = [r.detach() for r in results]        # the graph's own memory
+        weak = [r.detach() for r in results]  # the graph's own memory
 
         def replay() -> None:
             self.replays += 1
             for kept, new in zip(weak, run()):
                 if kept.data_ptr() != new.data_ptr():
                     kept.copy_(new)
+
         return replay, results
 
     def users(self, t: torch.Tensor) -> int:
@@ -51,8 +52,13 @@ class FakeCuda:
 def program(inputs: list[Any], writes: frozenset[str] = frozenset(), externs: tuple[Any, ...] = ()) -> Any:
     item = object.__new__(graphs.Launch)
     item.writes = writes
-    return SimpleNamespace(name="graph", lowered=SimpleNamespace(inputs=inputs), externs=externs, items=[item],
-                           plan=SimpleNamespace(find=lambda n: n))
+    return SimpleNamespace(
+        name="graph",
+        lowered=SimpleNamespace(inputs=inputs),
+        externs=externs,
+        items=[item],
+        plan=SimpleNamespace(find=lambda n: n),
+    )
 
 
 def buffer(name: str, n: Any = 4) -> Buffer:
@@ -96,7 +102,7 @@ def test_held_results_are_never_overwritten(cuda: FakeCuda) -> None:
     x, w, kept = torch.ones(4), torch.zeros(4), []
     for k in range(6):
         x.fill_(k)
-        kept.append(call([x, w])[0][:2])        # a view keeps them too
+        kept.append(call([x, w])[0][:2])  # a view keeps them too
     assert [int(r[0]) for r in kept] == list(range(6))
     assert cuda.captures == graphs.INSTANCES
 
@@ -107,13 +113,14 @@ def test_mutated_input_is_copied_back(cuda: FakeCuda) -> None:
         args.clear()
         x.add_(1)
         return (x * 2,)
+
     call = graphs.capturing(bump, program([buffer("x")], frozenset({"x"})), cuda)
     for k in range(4):
         x = torch.full((4,), float(k))
         keep = x.clone()
         cuda_before = cuda.captures
         out = call([x])[0]
-        if cuda.captures == cuda_before:        # the stand-in's capture runs the function; a real one only records
+        if cuda.captures == cuda_before:  # the stand-in's capture runs the function; a real one only records
             assert torch.equal(x, keep + 1)
             assert torch.equal(out, 2 * (keep + 1))
         del keep, out
@@ -125,6 +132,7 @@ def test_input_that_is_a_result_is_the_callers_own(cuda: FakeCuda) -> None:
         (x,) = args
         args.clear()
         return (x, x + 1)
+
     call = graphs.capturing(same, program([buffer("x")]), cuda)
     for _ in range(4):
         x = torch.randn(4)

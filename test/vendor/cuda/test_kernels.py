@@ -1,9 +1,10 @@
-"""Kernel forms: lines, planes, rows in registers and in loops, columns, scans, scatters, symbolic sizes, 64 bits."""
+"""Kernel forms: lines, planes, rows in registers and in loops, columns, scans, scatters, sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from kernels import TARGETS, compile_everywhere, load, reference, run
 
 from dicp.config import Config
 from dicp.ir import expr as ex
@@ -12,7 +13,6 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Store
 from dicp.vendor.cuda_graph import codegen
-from kernels import TARGETS, compile_everywhere, load, reference, run
 
 REDUCTIONS = ["sum", "prod", "max", "min", "argmax", "argmin", "welford"]
 SCANS = ["sum", "max", "min", "logsumexp", "argmax", "argmin"]
@@ -25,12 +25,16 @@ def config(cuda_cache: str) -> Config:
     return Config.make(options={"cache_dir": cuda_cache})
 
 
-def rows_kernel(statement: type, kind: str, m: int, n: int, rows: bool, dtype: torch.dtype = torch.float32) -> Kernel:
+def rows_kernel(
+    statement: type, kind: str, m: int, n: int, rows: bool, dtype: torch.dtype = torch.float32
+) -> Kernel:
     """A reduction or scan of x[m, n] (or of x[n, m] along its columns), its results doubled."""
     i, r = Var("i", m), Var("r", n)
     a, b = ix.of(i), ix.of(r)
     at = a * n + b if rows else b * m + a
-    refs = {"welford": ("mean", "m2")}.get(kind, ("best", "where") if statement is Scan and "arg" in kind else ("y",))
+    refs = {"welford": ("mean", "m2")}.get(
+        kind, ("best", "where") if statement is Scan and "arg" in kind else ("y",)
+    )
     position = torch.int64
     kinds = {"y": position if kind.startswith("arg") else dtype, "where": position}
     body: list = [statement(refs, kind, load("x", at, dtype))]
@@ -38,13 +42,15 @@ def rows_kernel(statement: type, kind: str, m: int, n: int, rows: bool, dtype: t
     for ref in refs:
         d = kinds.get(ref, dtype)
         value = Expr("ref", (ref,), d)
-        spot = (at if statement is Scan else a)
+        spot = at if statement is Scan else a
         body.append(Store(f"out_{ref}", spot, value + value if d != torch.bool else value))
         params.append(Param(f"out_{ref}", d, True, False))
     return Kernel("rows", (Axis(i), Axis(r, reduced=True)), tuple(params), (), tuple(body))
 
 
-def agree(kernel: Kernel, tensors: list[torch.Tensor], sizes: tuple[int, ...], config: Config, **how: float) -> None:
+def agree(
+    kernel: Kernel, tensors: list[torch.Tensor], sizes: tuple[int, ...], config: Config, **how: float
+) -> None:
     got, want = run(kernel, tensors, sizes, config), reference(kernel, tensors, sizes)
     for g, w in zip(got, want):
         torch.testing.assert_close(g, w, equal_nan=True, **how)
@@ -66,7 +72,13 @@ def test_reductions(kind: str, m: int, n: int, rows: bool, config: Config) -> No
 def test_reductions_of_nan_and_infinities(kind: str, config: Config) -> None:
     kernel = rows_kernel(Reduce, kind, 6, 100, True)
     x = torch.randn(6, 100)
-    x[0, 7], x[1, 3], x[1, 50], x[2], x[3, 5] = float("nan"), float("nan"), float("nan"), float("-inf"), float("inf")
+    x[0, 7], x[1, 3], x[1, 50], x[2], x[3, 5] = (
+        float("nan"),
+        float("nan"),
+        float("nan"),
+        float("-inf"),
+        float("inf"),
+    )
     x[4] = float("inf")
     agree(kernel, [x.flatten(), *outputs(kernel, x, 6, False)], (), config, rtol=1e-5, atol=1e-5)
 
@@ -81,8 +93,10 @@ def test_reductions_of_bools(kind: str, m: int, n: int, config: Config) -> None:
 
 @pytest.mark.parametrize("m, n, rows", [(5, 100, True), (2, 700, True), (33, 70, False)])
 @pytest.mark.parametrize("kind", SCANS)
-def test_scans(kind: str, m: int, n: int, rows: bool, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codegen, "PERSISTENT", 512)     # longer ones run in a loop
+def test_scans(
+    kind: str, m: int, n: int, rows: bool, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codegen, "PERSISTENT", 512)  # longer ones run in a loop
     kernel = rows_kernel(Scan, kind, m, n, rows)
     x = torch.randn(m * n)
     agree(kernel, [x, *outputs(kernel, x, m, True)], (), config, rtol=1e-3, atol=1e-3)
@@ -95,10 +109,16 @@ def softmax_kernel(m, n, name: str = "softmax") -> Kernel:  # type: ignore[no-un
     x = load("x", at)
     top, total = Expr("ref", ("top",), torch.float32), Expr("ref", ("total",), torch.float32)
     e = ex.unary("exp", x - top)
-    sizes = tuple(v for v in {*ix.atoms(m * 1 if isinstance(m, int) else m), *ix.atoms(n)} if isinstance(v, Var))
-    return Kernel(name, (Axis(i), Axis(r, reduced=True)), (Param("x", torch.float32, False), Param("y", torch.float32, True)),
-                  tuple(sorted(sizes, key=lambda v: v.name)),
-                  (Reduce(("top",), "max", x), Reduce(("total",), "sum", e), Store("y", at, e / total)))
+    sizes = tuple(
+        v for v in {*ix.atoms(m * 1 if isinstance(m, int) else m), *ix.atoms(n)} if isinstance(v, Var)
+    )
+    return Kernel(
+        name,
+        (Axis(i), Axis(r, reduced=True)),
+        (Param("x", torch.float32, False), Param("y", torch.float32, True)),
+        tuple(sorted(sizes, key=lambda v: v.name)),
+        (Reduce(("top",), "max", x), Reduce(("total",), "sum", e), Store("y", at, e / total)),
+    )
 
 
 @pytest.mark.parametrize("m, n", [(9, 77), (2, 20000)])
@@ -117,22 +137,40 @@ def test_symbolic_sizes(config: Config) -> None:
 
 def test_transposition_is_a_plane(config: Config) -> None:
     i, j = Var("i", 50), Var("j", 37)
-    kernel = Kernel("transpose", (Axis(i), Axis(j)), (Param("x", torch.float32, False), Param("y", torch.float32, True, False)),
-                    (), (Store("y", ix.of(i) * 37 + ix.of(j), load("x", ix.of(j) * 50 + ix.of(i)) * 2),))
+    kernel = Kernel(
+        "transpose",
+        (Axis(i), Axis(j)),
+        (Param("x", torch.float32, False), Param("y", torch.float32, True, False)),
+        (),
+        (Store("y", ix.of(i) * 37 + ix.of(j), load("x", ix.of(j) * 50 + ix.of(i)) * 2),),
+    )
     assert codegen.choose_tile(kernel).form == "plane"
     agree(kernel, [torch.randn(1850), torch.zeros(1850)], (), config)
 
 
-@pytest.mark.parametrize("mode, dtype", [("add", torch.float32), ("add", torch.int32), ("max", torch.float32),
-                                         ("min", torch.int64), ("mul", torch.float32), ("add", torch.int8),
-                                         ("max", torch.int16)])
+@pytest.mark.parametrize(
+    "mode, dtype",
+    [
+        ("add", torch.float32),
+        ("add", torch.int32),
+        ("max", torch.float32),
+        ("min", torch.int64),
+        ("mul", torch.float32),
+        ("add", torch.int8),
+        ("max", torch.int16),
+    ],
+)
 def test_scatters_that_meet(mode: str, dtype: torch.dtype, config: Config) -> None:
     """Atomics where there are such; the rest one by one."""
     i = Var("i", 60)
     spot = ix.of(ix.Opaque(load("at", ix.of(i), torch.int64), 5))
-    kernel = Kernel("scatter", (Axis(i, serial=True),),
-                    (Param("at", torch.int64, False), Param("x", dtype, False), Param("y", dtype, True)), (),
-                    (Store("y", spot, load("x", ix.of(i), dtype), mode, unique=False),))
+    kernel = Kernel(
+        "scatter",
+        (Axis(i, serial=True),),
+        (Param("at", torch.int64, False), Param("x", dtype, False), Param("y", dtype, True)),
+        (),
+        (Store("y", spot, load("x", ix.of(i), dtype), mode, unique=False),),
+    )
     x = torch.randint(1, 3, (60,)).to(dtype)
     y = torch.ones(5, dtype=dtype)
     agree(kernel, [torch.randint(0, 5, (60,)), x, y], (), config)
@@ -143,22 +181,37 @@ def test_several_outputs_and_a_masked_load(config: Config) -> None:
     at = ix.of(i)
     inside = ex.at_least(at, 8)
     padded = ex.masked(inside, lambda: load("x", at - 8), -1.0)
-    kernel = Kernel("pad", (Axis(i),), (Param("x", torch.float32, False), Param("y", torch.float32, True, False),
-                                        Param("z", torch.bool, True, False)), (),
-                    (Store("y", at, padded), Store("z", at, padded > 0)))
+    kernel = Kernel(
+        "pad",
+        (Axis(i),),
+        (
+            Param("x", torch.float32, False),
+            Param("y", torch.float32, True, False),
+            Param("z", torch.bool, True, False),
+        ),
+        (),
+        (Store("y", at, padded), Store("z", at, padded > 0)),
+    )
     agree(kernel, [torch.randn(32), torch.zeros(40), torch.zeros(40, dtype=torch.bool)], (), config)
 
 
 def test_64_bit_positions_compile(config: Config) -> None:
     from dicp.vendor.cuda_graph import launch
+
     source = codegen.emit(softmax_kernel(4, 1000))
     wide = launch.compile_for(source, launch.load(source, config), TARGETS[1], wide=True)
     assert "i64" in wide.asm["ttir"]
 
 
 def test_all_forms_compile_for_all_targets(config: Config) -> None:
-    kernels = [rows_kernel(Reduce, kind, m, n, rows) for kind in ("sum", "argmax", "welford") for m, n, rows in SHAPES[1:]]
-    kernels += [rows_kernel(Scan, kind, 5, n, True) for kind in ("sum", "argmin", "logsumexp") for n in (100, 20000)]
+    kernels = [
+        rows_kernel(Reduce, kind, m, n, rows)
+        for kind in ("sum", "argmax", "welford")
+        for m, n, rows in SHAPES[1:]
+    ]
+    kernels += [
+        rows_kernel(Scan, kind, 5, n, True) for kind in ("sum", "argmin", "logsumexp") for n in (100, 20000)
+    ]
     kernels += [softmax_kernel(9, 77), softmax_kernel(2, 20000)]
     sources = [codegen.emit(k) for k in kernels]
     assert compile_everywhere(sources, config) == 3 * len(sources)

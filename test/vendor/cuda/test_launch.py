@@ -33,8 +33,20 @@ class FakeLibrary:
     def cuModuleGetFunction(self, *args: Any) -> int:
         return 0
 
-    def cuLaunchKernel(self, function: Any, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int,
-                       stream: Any, params: Any, extra: Any) -> int:
+    def cuLaunchKernel(
+        self,
+        function: Any,
+        gx: int,
+        gy: int,
+        gz: int,
+        bx: int,
+        by: int,
+        bz: int,
+        shared: int,
+        stream: Any,
+        params: Any,
+        extra: Any,
+    ) -> int:
         words = [ctypes.c_uint64.from_address(p).value for p in params]
         self.launches.append(((gx, gy, gz), bx, words))
         return self.code
@@ -47,23 +59,33 @@ def doubled() -> Kernel:
     n = Var("n", None, 1)
     i = Var("i", ix.of(n))
     x = Expr("load", ("x", ix.of(i)), torch.float32)
-    return Kernel("double", (Axis(i),), (Param("x", torch.float32, False), Param("y", torch.float32, True, False)), (n,),
-                  (Store("y", ix.of(i), x + x),))
+    return Kernel(
+        "double",
+        (Axis(i),),
+        (Param("x", torch.float32, False), Param("y", torch.float32, True, False)),
+        (n,),
+        (Store("y", ix.of(i), x + x),),
+    )
 
 
 @pytest.fixture
 def kernel(cuda_cache: str) -> tuple[launch.GpuKernel, FakeLibrary]:
     config, library = Config.make(options={"cache_dir": cuda_cache}), FakeLibrary()
     source = codegen.emit(doubled())
-    made = launch.GpuKernel(source, launch.load(source, config), programs_function(source),
-                            find_driver=lambda: launch.Driver(library), find_target=lambda d: GPUTarget("cuda", 90, 32))
+    made = launch.GpuKernel(
+        source,
+        launch.load(source, config),
+        programs_function(source),
+        find_driver=lambda: launch.Driver(library),
+        find_target=lambda d: GPUTarget("cuda", 90, 32),
+    )
     return made, library
 
 
 def test_arguments_arrive_in_order_with_scratch_behind(kernel: Any) -> None:
     call, library = kernel
     call(0, 5, False, 4096, 8192, 5000)
-    (grid, threads, words), = library.launches
+    ((grid, threads, words),) = library.launches
     assert grid == (-(-5000 // call.source.blocks.x), 1, 1)
     assert threads == 32 * call.source.blocks.warps
     assert words[:3] == [4096, 8192, 5000]

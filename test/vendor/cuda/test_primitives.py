@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels import TARGETS, compile_everywhere, load, pointwise, reference, run
 
 from dicp.config import Config
 from dicp.ir import expr as ex
@@ -11,15 +12,35 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.vendor.cuda_graph import codegen, device, emulate
-from kernels import TARGETS, compile_everywhere, load, pointwise, reference, run
 
 N = 1000
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-FLOAT_ONLY = ex.EXPENSIVE - {"pow", "remainder", "fmod"} | {"sqrt", "rsqrt", "reciprocal", "div", "copysign", "nextafter"}
+FLOAT_ONLY = ex.EXPENSIVE - {"pow", "remainder", "fmod"} | {
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "div",
+    "copysign",
+    "nextafter",
+}
 INTEGER_ONLY = {"bnot", "band", "bor", "bxor", "shl", "shr", "gcd", "lcm"}
 LOGICAL = {"land", "lor", "lxor", "lnot"}
-ON_BOOL = [*sorted(LOGICAL), "add", "mul", "minimum", "maximum", "lt", "le", "gt", "ge", "eq", "ne", "band", "where"]
+ON_BOOL = [
+    *sorted(LOGICAL),
+    "add",
+    "mul",
+    "minimum",
+    "maximum",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "band",
+    "where",
+]
 NONZERO = {"div_trunc", "div_floor", "remainder", "fmod", "lcm"}
 ARITY = dict.fromkeys(ex.UNARY, 1) | dict.fromkeys(ex.BINARY, 2) | dict.fromkeys(ex.TERNARY, 3)
 
@@ -38,7 +59,9 @@ def numbers(dtype: torch.dtype, seed: int) -> torch.Tensor:
         return torch.rand(N, generator=g) < 0.5
     pick = torch.rand(N, generator=g) < 0.2
     if dtype.is_floating_point:
-        special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1.0, -1.0, 0.5, -2.5, 2.0], dtype=dtype)
+        special = torch.tensor(
+            [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1.0, -1.0, 0.5, -2.5, 2.0], dtype=dtype
+        )
         usual = torch.randn(N, generator=g, dtype=dtype) * 3
         return torch.where(pick, special[torch.randint(0, len(special), (N,), generator=g)], usual)
     info = torch.iinfo(dtype)
