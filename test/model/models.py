@@ -106,6 +106,16 @@ def tokenizer() -> Any | None:
         return None
 
 
+def llama_vocabulary(size: str) -> int:
+    """How many tokens there are."""
+    directory = llama_dir()
+    if directory:
+        from transformers import AutoConfig
+
+        return int(AutoConfig.from_pretrained(directory).vocab_size)
+    return 32000 if size == "full" else 512
+
+
 def llama_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
     """A prompt of 128 tokens (full, variant 0): text where there is a tokenizer, else random token
     numbers."""
@@ -114,8 +124,7 @@ def llama_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
     if reader is not None:
         ids = reader(PROMPT, return_tensors="pt").input_ids
         return {"input_ids": ids.repeat(1, -(-length // ids.shape[1]))[:, :length]}
-    vocabulary = 512 if size == "small" and not llama_dir() else 32000
-    return {"input_ids": torch.randint(0, vocabulary, (1, length), generator=seeded(variant))}
+    return {"input_ids": torch.randint(0, llama_vocabulary(size), (1, length), generator=seeded(variant))}
 
 
 # -------------------------------------------------------------------------------------------- resnet50
