@@ -130,8 +130,8 @@ def measure_overhead(contestants: list[str], rounds: int) -> Table:
 
 
 def render(kind: str, table: Table, markdown: bool) -> str:
-    """One table; in its last column dicp_cpu's figure beside the best of the others' (of those that compile, where the
-    cost of compiling is what is measured)."""
+    """One table; its last column compares dicp_cpu with the best of the others (of those that compile, where
+    compiling or its overhead is what is measured)."""
     title, how = TITLES[kind]
     names = list(next(iter(table.values())))
     mine = "dicp_cpu" if "dicp_cpu" in names else None
