@@ -1,0 +1,130 @@
+"""Symbolic sizes: one compile serves every size, and sizes go in and out of graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import close, compiles
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def mlp(x, w, b):
+    return F.gelu(F.linear(x, w, b)).softmax(-1) * x.shape[0]
+
+
+def pooled(x):
+    return x.reshape(x.shape[0], -1, 2).mean(-1) + torch.arange(x.shape[1] // 2)
+
+
+def tokens(w, i):
+    return F.embedding(i, w).sum(1) / i.shape[1]
+
+
+def masked(x):
+    n = x.shape[-1]
+    mask = torch.full((n, n), -float("inf")).triu(1)
+    return (x + mask).softmax(-1)
+
+
+CASES = {
+    "pointwise": (lambda x, y: (x + y).relu() * 2, lambda n: (r(n, 3), r(n, 3))),
+    "transposed": (lambda x: x.t() + x.t().exp(), lambda n: (r(n, 5),)),
+    "rows": (lambda x: (x.softmax(1), x.sum(1), x.argmax(1)), lambda n: (r(4, n),)),
+    "columns": (lambda x: (x.mean(0), x.amax(0)), lambda n: (r(n, 33),)),
+    "norm": (lambda x: F.layer_norm(x, x.shape[-1:]), lambda n: (r(3, n),)),
+    "mlp": (mlp, lambda n: (r(n, 8), r(16, 8), r(16))),
+    "matmul": (lambda x: x @ x.t(), lambda n: (r(n, 12),)),
+    "batched_matmul": (lambda x: torch.bmm(x, x.mT), lambda n: (r(2, n, 12),)),
+    "cat": (lambda x, y: torch.cat([x, y * 2]), lambda n: (r(n, 4), r(2 * n, 4))),
+    "slices": (lambda x: (x[1:], x[:-1] + x[1:], x[::2]), lambda n: (r(n + 2, 3),)),
+    "reshape": (pooled, lambda n: (r(n, 8),)),
+    "gather": (tokens, lambda n: (r(50, 8), torch.randint(0, 50, (2, n)))),
+    "triangle": (masked, lambda n: (r(2, n, n),)),
+    "scan": (lambda x: x.cumsum(0), lambda n: (r(n, 3),)),
+    "pad": (lambda x: F.pad(x, (1, 2)), lambda n: (r(2, n),)),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), lambda n: (r(1, 2, n, 8),)),
+    "mutation": (lambda x: x.mul_(2).sum(0), lambda n: (r(n, 3),)),
+    "two_symbols": (lambda x, y: x[:, None] * y[None], lambda n: (r(n), r(2 * n + 1))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_compile_serves_every_size(name: str) -> None:
+    fn, make = CASES[name]
+    compiled = torch.compile(fn, backend="dicp_cpu", dynamic=True, fullgraph=True)
+    with compiles() as found:
+        for n in (6, 7, 16, 33, 100):
+            mine = make(n)
+            theirs = tuple(t.clone() for t in mine)
+            close(compiled(*mine), fn(*theirs), f"size {n}")
+            close(mine, theirs, f"arguments at size {n}")
+    assert len(found) == 1
+
+
+def test_conv_recompiles_only_where_torchs_own_rule_does() -> None:
+    """torch's shape rule of convolution tells small batches (under 16) from others."""
+    compiled = torch.compile(lambda x, w: F.conv2d(x, w, padding=1).relu(), backend="dicp_cpu", dynamic=True)
+    w = r(4, 3, 3, 3)
+    with compiles() as found:
+        for n in (6, 7, 15, 17, 20):
+            x = r(n, 3, 8, 9)
+            close(compiled(x, w), F.conv2d(x, w, padding=1).relu())
+    assert len(found) <= 2
+
+
+def test_automatic_dynamic_compiles_twice() -> None:
+    """The default: static first, symbolic once a size changed."""
+    compiled = torch.compile(lambda x: (x * 2).softmax(0), backend="dicp_cpu")
+    with compiles() as found:
+        for n in (5, 6, 7, 30):
+            x = r(n, 3)
+            close(compiled(x), (x * 2).softmax(0))
+    assert len(found) == 2
+
+
+def test_dynamic_false_compiles_each_size() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="dicp_cpu", dynamic=False)
+    with compiles() as found:
+        for n in (5, 6, 7):
+            compiled(r(n))
+    assert len(found) == 3
+    assert not any(c.program.sizes() for c in found)
+
+
+def test_sizes_go_in_and_out() -> None:
+    def f(x, k):
+        return x * k, x.shape[0] * 2, x.shape[0] + k, x.numel()
+    compiled = torch.compile(f, backend="dicp_cpu", dynamic=True)
+    with compiles() as found:
+        for n, k in ((6, 3), (9, 5), (12, 7)):
+            x = r(n, 4)
+            got, want = compiled(x, k), f(x, k)
+            close(got[0], want[0])
+            assert tuple(got[1:]) == want[1:]
+    assert len(found) == 1
+
+
+def test_symbolic_training() -> None:
+    def f(x, w):
+        return F.layer_norm(x @ w, (5,)).relu().sum(0)
+    compiled = torch.compile(f, backend="dicp_cpu", dynamic=True)
+    with compiles() as found:
+        for n in (6, 9, 21):
+            x, w = r(n, 7).requires_grad_(), r(7, 5).requires_grad_()
+            a, b = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+            compiled(x, w).square().sum().backward()
+            f(a, b).square().sum().backward()
+            torch.testing.assert_close((x.grad, w.grad), (a.grad, b.grad), rtol=1e-4, atol=1e-4)
+    assert [c.role for c in found] == ["forward", "backward"]
+
+
+def test_memory_plan_with_symbols_names_them() -> None:
+    f = torch.compile(lambda x: x.exp() @ x.t().sin(), backend="dicp_cpu", dynamic=True)
+    with compiles() as found:
+        f(r(6, 4))
+    plan = found[0].program.plan
+    assert plan.offset and not isinstance(plan.size, int)

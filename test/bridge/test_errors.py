@@ -1,0 +1,183 @@
+"""Bad input: what is raised, and what it says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from checks import close
+from torch._dynamo.exc import BackendCompilerFailed
+
+from dicp.errors import BuildError, DicpError, NoCompileError, OptionError, ToolchainError, UnsupportedOp
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def failure(fn, *args, **compile_options) -> BaseException:
+    """What a first call raises, without Dynamo's wrapping."""
+    with pytest.raises(Exception) as caught:
+        torch.compile(fn, backend="dicp_cpu", **compile_options)(*args)
+    error: BaseException = caught.value
+    if isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
+    return error
+
+
+@pytest.mark.parametrize(("given", "near"), [
+    ({"options": {"stric": True}}, "strict"),
+    ({"options": {"nummerics": "eager"}}, "numerics"),
+    ({"options": {"isa": "avx-512"}}, "avx512"),
+    ({"mode": "max_autotune"}, "max-autotune"),
+    ({"mode": "reduce-overheads"}, "reduce-overhead"),
+])
+def test_unknown_words_are_refused_with_near_matches(given: dict, near: str) -> None:
+    error = failure(lambda x: x + 1, r(3), **given)
+    assert isinstance(error, OptionError)
+    assert f"did you mean '{near}'" in str(error)
+
+
+def test_option_of_the_wrong_type() -> None:
+    error = failure(lambda x: x + 1, r(3), options={"strict": "yes"})
+    assert isinstance(error, OptionError) and "bool" in str(error)
+
+
+def test_every_mode_of_torch_compile_is_accepted() -> None:
+    x = r(5)
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        close(torch.compile(lambda x: x * 2 + 1, backend="dicp_cpu", mode=mode)(x), x * 2 + 1)
+
+
+def extern_model(x):
+    return torch.linalg.svdvals(x * 2).sum()        # the extern call
+
+
+def test_strict_names_op_line_and_remedy() -> None:
+    error = failure(extern_model, r(4, 4), options={"strict": True})
+    assert isinstance(error, UnsupportedOp)
+    text = str(error)
+    assert "linalg_svd" in text and "strict" in text and "docs/adding_an_op.md" in text
+    assert f"{Path(__file__).name}:" in text and "# the extern call" in text
+
+
+def test_strict_lets_library_calls_pass() -> None:
+    x = r(4, 4)
+    close(torch.compile(lambda x: (x @ x).relu(), backend="dicp_cpu", options={"strict": True})(x), (x @ x).relu())
+
+
+def lookup(table, i):
+    y = table[i]            # the lookup
+    return y * 2
+
+
+@pytest.mark.parametrize("bad", [7, -8, 1 << 40])
+def test_index_out_of_range_raises_index_error_with_the_users_line(bad: int) -> None:
+    f = torch.compile(lookup, backend="dicp_cpu")
+    table = r(7, 3)
+    close(f(table, torch.tensor([0, -7, 6])), lookup(table, torch.tensor([0, -7, 6])))
+    with pytest.raises(IndexError) as caught:
+        f(table, torch.tensor([0, bad]))
+    assert "out of range" in str(caught.value)
+    assert f"{Path(__file__).name}:" in str(caught.value) and "# the lookup" in str(caught.value)
+
+
+INDEXED = {
+    "embedding": lambda t, i: torch.nn.functional.embedding(i, t),
+    "gather": lambda t, i: t.gather(0, i[:, None]),
+    "index_select": lambda t, i: t.index_select(0, i),
+    "index_add": lambda t, i: t.index_add(0, i, torch.ones(2, 3)),
+    "scatter": lambda t, i: t.scatter(0, i[:, None], 1.0),
+    "index_put": lambda t, i: t.index_put((i,), torch.ones(2, 3)),
+    "index_copy": lambda t, i: t.index_copy(0, i, torch.ones(2, 3)),
+    "nll_loss": lambda t, i: torch.nn.functional.nll_loss(t.t()[:2], i),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_every_indexing_op_checks(name: str) -> None:
+    fn = INDEXED[name]
+    with pytest.raises(IndexError):
+        torch.compile(fn, backend="dicp_cpu")(r(7, 3), torch.tensor([0, 7]))
+
+
+def test_user_shape_error_is_eagers() -> None:
+    def bad(x, y):
+        return (x @ y).relu()
+    for fn, args in ((bad, (r(3, 4), r(5, 6))), (lambda x, y: x + y, (r(3, 4), r(5, 6))),
+                     (lambda x, y: torch.cat([x, y]), (r(3, 4), r(5, 6))), (lambda x, y: x.view(7, 7), (r(3, 4), r(1)))):
+        with pytest.raises(Exception) as eager:
+            fn(*args)
+        with pytest.raises(Exception) as mine:
+            torch.compile(fn, backend="dicp_cpu")(*args)
+        assert isinstance(mine.value, type(eager.value))
+        assert not isinstance(mine.value, (DicpError, BackendCompilerFailed))
+        torch._dynamo.reset()
+
+
+def fresh(value: float):
+    """A function whose kernel is in no cache."""
+    return lambda x: (x * value).exp() + value
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DICP_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "fake-cxx"
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_missing_compiler_says_what_to_install(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(empty_cache))
+    monkeypatch.delenv("CXX", raising=False)
+    error = failure(fresh(1.25), r(5))
+    assert isinstance(error, ToolchainError)
+    assert "no C++ compiler" in str(error) and "apt-get install g++" in str(error) and "DICP_CXX" in str(error)
+
+
+FAKE = """case "$*" in
+  *--version*) echo "fake 1.0"; exit 0 ;;
+  *-dumpmachine*) echo "x86_64-linux-gnu"; exit 0 ;;
+esac
+echo "unit.cpp:7:3: error: this compiler refuses everything" >&2
+exit 1
+"""
+
+
+def doomed(x):
+    return (x * 0.123).exp() + 7        # the doomed line
+
+
+def test_failing_build_shows_message_file_and_line(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DICP_CXX", script(empty_cache, FAKE))
+    error = failure(doomed, r(5))
+    assert isinstance(error, BuildError)
+    assert "this compiler refuses everything" in str(error)
+    assert "# the doomed line" in str(error)
+    assert os.path.exists(error.source) and "exp" in Path(error.source).read_text()
+
+
+def test_no_compile_refuses_to_build_but_serves_what_is_cached(empty_cache: Path) -> None:
+    x = r(5)
+    fn = fresh(3.5)
+    assert isinstance(failure(fn, x, options={"no_compile": True}), NoCompileError)
+    torch._dynamo.reset()
+    torch.compile(fn, backend="dicp_cpu")(x)
+    torch._dynamo.reset()
+    close(torch.compile(fn, backend="dicp_cpu", options={"no_compile": True})(x), fn(x))
+
+
+def test_unknown_vendor_names_near_match() -> None:
+    from dicp import vendor
+    with pytest.raises(DicpError, match="did you mean 'cpu_graph'"):
+        vendor.get("cpu_grph")
+    with pytest.raises(DicpError, match="no vendor serves device 'tpu'"):
+        vendor.for_device("tpu")

@@ -1,0 +1,163 @@
+"""Training: results, gradients and buffers against eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import check, check_training, compiles
+from torch import nn
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(2, 5, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, 5, 16)
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(F.relu(self.norm(self.conv(x))), 2).mean((2, 3))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embed(i)).view(-1, 20), i.view(-1).roll(1))
+
+
+class Shared(nn.Module):
+    """One weight used twice, one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.unused = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ self.w
+        return torch.tanh(y) @ self.w, y.detach()
+
+
+MODELS = {
+    "residual": (Residual, r(2, 5, 16).requires_grad_()),
+    "attention": (Attention, r(2, 5, 16)),
+    "conv": (Conv, r(2, 3, 12, 12).requires_grad_()),
+    "words": (Words, torch.randint(0, 20, (2, 7))),
+    "shared": (Shared, r(4, 6).requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_agree_with_eager(name: str) -> None:
+    model, *args = MODELS[name]
+    torch.manual_seed(0)
+    with compiles() as found:
+        check_training(model(), *args, fullgraph=True)
+    assert [c.role for c in found] == ["forward", "backward"]
+
+
+def test_backward_in_bfloat16_is_as_near_to_exact_as_eagers() -> None:
+    torch.manual_seed(0)
+    exact = Residual().double()
+    x = r(64, 16)
+
+    def gradients(model: nn.Module, x: torch.Tensor, fn: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        fn(x).square().sum().backward()
+        return [p.grad.double() for p in model.parameters()]
+
+    low = Residual().bfloat16()
+    low.load_state_dict(exact.state_dict())
+    exact.load_state_dict(low.state_dict())
+    x = x.bfloat16()
+    want = gradients(exact, x.double(), exact)
+    eager = gradients(low, x, low)
+    mine = gradients(low, x, torch.compile(low, backend="dicp_cpu"))
+    for e, m, w in zip(eager, mine, want, strict=True):
+        assert (m - w).norm() <= 2 * (e - w).norm() + 1e-6 * w.norm()
+
+
+def test_two_forwards_before_the_backwards() -> None:
+    w = r(6, 6).requires_grad_()
+    f = torch.compile(lambda x, w: torch.tanh(x @ w).exp(), backend="dicp_cpu")
+    xs = [r(3, 6) for _ in range(3)]
+    outs = [f(x, w) for x in xs]
+    for out in reversed(outs):
+        out.sum().backward()
+    mine, w.grad = w.grad, None
+    for x in xs:
+        torch.tanh(x @ w).exp().sum().backward()
+    torch.testing.assert_close(mine, w.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_backward_twice_with_retained_graph() -> None:
+    w = r(6).requires_grad_()
+    out = torch.compile(lambda w: (w.exp() * w).sum(), backend="dicp_cpu")(w)
+    out.backward(retain_graph=True)
+    first = w.grad.clone()
+    out.backward()
+    torch.testing.assert_close(w.grad, 2 * first)
+
+
+def test_gradient_of_a_strided_output() -> None:
+    """The incoming gradient has strides nobody saw while tracing."""
+    w = r(5, 6).requires_grad_()
+    for make in (lambda s: torch.ones(s[::-1]).t(), lambda s: torch.ones(1).expand(s), lambda s: torch.ones(s)):
+        f = torch.compile(lambda w: (w * w).t(), backend="dicp_cpu")
+        out = f(w)
+        (mine,) = torch.autograd.grad(out, w, make(out.shape))
+        torch.testing.assert_close(mine, 2 * w.detach())
+        torch._dynamo.reset()
+
+
+def test_saved_values_survive_a_later_call() -> None:
+    f = torch.compile(lambda x: (x.exp().sin() * x).sum(), backend="dicp_cpu")
+    x = r(300).requires_grad_()
+    loss = f(x)
+    for _ in range(3):
+        f(r(300).requires_grad_())
+    loss.backward()
+    y = x.detach().clone().requires_grad_()
+    (y.exp().sin() * y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_checkpointed_block() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Residual()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+    check_training(Checkpointed(), r(2, 5, 16).requires_grad_())
+
+
+def test_gradients_of_integer_free_inputs_only() -> None:
+    check(lambda x, i: (x[i] * 2, i + 1), r(5, 3).requires_grad_(), torch.tensor([1, 2]))

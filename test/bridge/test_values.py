@@ -1,0 +1,207 @@
+"""Shapes and values at the edges, modes of execution, and dtypes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import check, close, compiles
+
+NAN, INF = float("nan"), float("inf")
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+EDGES = {
+    "zero_size": (lambda x: (x + 1, x.sum(), x.sum(1), x.t()), r(0, 5)),
+    "zero_size_inside": (lambda x: (x.sum(1), x.amax(2), x.softmax(-1)), r(3, 0, 5)),
+    "zero_columns": (lambda x, y: torch.cat([x, y], 1) * 2, r(3, 0), r(3, 4)),
+    "empty_mean": (lambda x: (x.mean(), x.mean(0)), r(0, 5)),
+    "no_dims": (lambda x, y: (x + y, x * 2, x.softmax(0)), r(), r()),
+    "no_dims_broadcast": (lambda x, y: x * y + 1, r(), r(3, 4)),
+    "one_element": (lambda x: (x.softmax(0), x.var(unbiased=False)), r(1)),
+    "expanded": (lambda x: (x + 1, x.sum(0), x.contiguous()), r(1, 7).expand(5, 7)),
+    "expanded_inside": (lambda x: x.relu() * 2, r(4, 1, 6).expand(4, 3, 6)),
+    "negative_zero": (lambda x: (x.abs(), -x, x * 0, x.sqrt(), 1 / x, torch.maximum(x, -x)), torch.tensor([0.0, -0.0, 1.0])),
+    "not_numbers": (lambda x: (x.max(), x.min(), x.argmax(), x.clamp(-1, 1), x.relu(), x.sum(), x > 0, x == x, x.sign()),
+                    torch.tensor([1.0, NAN, INF, -INF, -2.0])),
+    "rows_of_not_numbers": (lambda x: (x.softmax(1), x.amax(1), x.log_softmax(1), x.cummax(1)[0]),
+                            torch.tensor([[1.0, NAN, 3.0], [-INF, -INF, -INF], [INF, 1.0, 2.0]])),
+    "division": (lambda x, y: (x / y, torch.div(x, y, rounding_mode="floor"), torch.fmod(x, y), torch.remainder(x, y)),
+                 torch.tensor([5.0, -5.0, 0.0, INF]), torch.tensor([0.0, 3.0, 0.0, 2.0])),
+    "integer_division": (lambda x, y: (x // y, x % y, torch.div(x, y, rounding_mode="trunc"), x / y),
+                         torch.tensor([7, -7, 7, -7]), torch.tensor([2, 2, -2, -2])),
+    "integer_overflow": (lambda x: (x * x, x + x, -x, x.abs(), x.sum()), torch.tensor([2**31 - 1, -2**31], dtype=torch.int32)),
+    "bool_arithmetic": (lambda x, y: (x + y, x * y, x & y, x.sum(), x.cumsum(0), x.float() - y.float()), torch.tensor([True, False]),
+                        torch.tensor([True, True])),
+    "complex": (lambda x: ((x * 2j).abs(), (x + 1j) * x), r(5)),
+    "half": (lambda x, y: F.gelu(x @ y) + x.softmax(1), r(6, 6).half(), r(6, 6).half()),
+    "bfloat16": (lambda x, y: F.gelu(x @ y) + x.softmax(1), r(6, 6).bfloat16(), r(6, 6).bfloat16()),
+    "double": (lambda x, y: F.gelu(x @ y) + x.softmax(1), r(6, 6).double(), r(6, 6).double()),
+    "many_dims": (lambda x: x.sum((1, 4)) + x[:, 0, :, :, 0], r(2, 3, 2, 3, 2, 2)),
+    "channels_last": (lambda x: (x.relu(), x.mean((2, 3))), r(2, 4, 5, 6).to(memory_format=torch.channels_last)),
+    "five_dims_permuted": (lambda x: x.permute(0, 2, 4, 1, 3).contiguous() + 1, r(2, 3, 4, 5, 6)),
+    "float_argument": (lambda x, s: x * s, r(4), 2.5),
+    "none_and_strings": (lambda x, mode: x * (2 if mode == "a" else 3), r(4), "b"),
+    "random_like": (lambda x: torch.zeros_like(x) + torch.full((3,), 7) + torch.arange(3), r(3)),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edge_agrees_with_eager(name: str) -> None:
+    fn, *args = EDGES[name]
+    check(fn, *args)
+
+
+def test_dropout_keeps_eagers_random_stream() -> None:
+    def f(x):
+        return F.dropout(x, 0.4) + torch.rand(4)
+    x = r(30, 4)
+    compiled = torch.compile(f, backend="dicp_cpu")
+    torch.manual_seed(5)
+    out = compiled(x)
+    kept = (out - out.floor() >= 0).float().mean()
+    assert out.shape == x.shape and kept > 0
+    torch.manual_seed(5)
+    assert torch.equal(compiled(x), out)
+    assert not torch.equal(compiled(x), out)
+
+
+def test_weights_written_through_data_are_seen() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.GELU(), torch.nn.LayerNorm(7))
+    compiled = torch.compile(model, backend="dicp_cpu")
+    x = r(3, 6)
+    with compiles() as found, torch.no_grad():
+        close(compiled(x), model(x))
+        model[0].weight.data.mul_(3)
+        model[2].bias.data = torch.ones(7)
+        close(compiled(x), model(x))
+        model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()})
+        close(compiled(x), model(x))
+    assert len(found) <= 2      # a replaced .data may be a new object for Dynamo's guards
+
+
+def test_optimizer_step_between_calls() -> None:
+    import copy
+    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="dicp_cpu")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin)]
+    with compiles() as found:
+        for _ in range(4):
+            x = r(8, 6)
+            for m, o in zip((compiled, twin), optimizers, strict=True):
+                o.zero_grad()
+                m(x).square().mean().backward()
+                o.step()
+            close(list(model.parameters()), list(twin.parameters()), "parameter")
+            close(list(model.buffers()), list(twin.buffers()), "buffer")
+    assert [c.role for c in found] == ["forward", "backward"]
+
+
+def test_gradient_mode_decides_what_is_compiled() -> None:
+    model = torch.nn.Linear(5, 3)
+    compiled = torch.compile(model, backend="dicp_cpu")
+    x = r(2, 5)
+    with compiles() as found, torch.no_grad():
+        assert not compiled(x).requires_grad
+    assert [c.role for c in found] == ["inference"]
+    with compiles() as found:
+        out = compiled(x)
+    assert out.requires_grad
+    out.sum().backward()
+    close(model.weight.grad, x.sum(0).expand(3, 5).clone())
+    with torch.inference_mode():
+        close(compiled(x), model(x))
+
+
+def test_autocast() -> None:
+    def f(x, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (x @ w).softmax(-1), x @ w
+    check(f, r(9, 16), r(16, 12))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7))
+    compiled = torch.compile(model, backend="dicp_cpu")
+    x = r(3, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = compiled(x), model(x)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        assert got.dtype == want.dtype
+
+
+def test_threads_may_call_at_once() -> None:
+    f = torch.compile(lambda x, w: (x @ w).softmax(1) * x.sum(0), backend="dicp_cpu")
+    w = r(32, 32)
+    inputs = [r(32, 32) for _ in range(4)]
+    expected = [(x @ w).softmax(1) * x.sum(0) for x in inputs]
+    f(inputs[0], w)
+    wrong: list[str] = []
+
+    def work(k: int) -> None:
+        for _ in range(40):
+            if not torch.allclose(f(inputs[k], w), expected[k], atol=1e-4, rtol=1e-4):
+                wrong.append(f"thread {k}")
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in workers:
+        t.start()
+    for t in workers:
+        t.join()
+    assert not wrong
+
+
+def test_first_calls_of_two_threads() -> None:
+    fns = [torch.compile(lambda x, k=k: (x * (k + 2)).softmax(0) + k, backend="dicp_cpu") for k in range(2)]
+    x = r(20, 3)
+    results: dict[int, torch.Tensor] = {}
+    workers = [threading.Thread(target=lambda k=k: results.__setitem__(k, fns[k](x))) for k in range(2)]
+    for t in workers:
+        t.start()
+    for t in workers:
+        t.join()
+    for k in range(2):
+        close(results[k], (x * (k + 2)).softmax(0) + k)
+
+
+def test_graph_break_in_the_middle() -> None:
+    def f(x):
+        y = x.exp() + 1
+        if y.sum().item() > 0:
+            y = y * 2
+        return y.softmax(0)
+    assert len(check(f, r(7), fullgraph=False)) == 2
+
+
+def test_exception_between_calls_leaves_nothing_behind() -> None:
+    f = torch.compile(lambda t, i: (t[i] * 2).softmax(-1), backend="dicp_cpu")
+    t, good = r(6, 40), torch.tensor([1, 2])
+    for _ in range(3):
+        with pytest.raises(IndexError):
+            f(t, torch.tensor([1, 6]))
+        close(f(t, good), (t[good] * 2).softmax(-1))
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "auto"])
+def test_instruction_sets_agree(isa: str) -> None:
+    from dicp.config import Config
+    from dicp.errors import OptionError
+    from dicp.vendor.cpu_graph import toolchain
+    try:
+        toolchain.host_isa(Config.make(None, {"isa": isa}))
+    except OptionError:
+        pytest.skip(f"no {isa} here")
+    check(lambda x, w: F.layer_norm(F.gelu(x @ w), (19,)).sum(0), r(7, 33), r(33, 19), options={"isa": isa}, calls=1)
+
+
+def test_eager_numerics_round_where_eager_does() -> None:
+    def f(x, y):
+        return (x * y + x) * y - x
+    x, y = r(200).bfloat16(), r(200).bfloat16()
+    compiled = torch.compile(f, backend="dicp_cpu", options={"numerics": "eager"})
+    assert torch.equal(compiled(x, y), f(x, y))
+    fast = torch.compile(f, backend="dicp_cpu")
+    assert not torch.equal(fast(x, y), f(x, y))
