@@ -3,7 +3,7 @@
 A line per model, dtype and static/dynamic: whether all was right; milliseconds of a call (llama: of one
 decoded token; resnet50: of one training step; else: of one inference call) and eager's; seconds the compiles
 took (first calls less steady ones); by how much resident memory peaks in that call (llama: in the prefill),
-and eager's; dicp's kernels, library calls and extern calls; graphs compiled. What failed follows, indented. The
+and eager's; dicp's kernels, library and extern calls; graphs compiled. What failed follows, indented. The
 exit code is 1 if anything did.
 """
 
