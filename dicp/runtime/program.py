@@ -167,14 +167,16 @@ class Runner:
         self._inputs()
         self._take_arena()
         for name, buffer in self.lowered.buffers.items():
-            if buffer.kind == "output" and self.plan.find(name) == name:
-                self.names[name] = name
-                self._allocate(name, buffer)
-            elif buffer.kind == "constant":
+            if not self.lowered.symbols.late(buffer.nbytes):
+                self._need(buffer)
+            if buffer.kind == "constant":
                 self.names[name] = name
                 self.globals[name] = self.lowered.constants[name]
         for step in self.program.steps:
             if isinstance(step, Segment):
+                for item in step.items:
+                    for buffer in touched(item)[1]:
+                        self._need(buffer)
                 self._native(step)
             else:
                 self._extern(step)
@@ -189,6 +191,12 @@ class Runner:
     def _give_arena(self) -> None:
         if self.plan.offset:
             self.lines.append("ARENA.give(block)")
+
+    def _need(self, buffer: Buffer) -> None:
+        """Torch memory for a result that has none yet; its sizes are known by now."""
+        if buffer.kind == "output" and self.plan.find(buffer.name) == buffer.name and buffer.name not in self.names:
+            self.names[buffer.name] = buffer.name
+            self._allocate(buffer.name, buffer)
 
     def _allocate(self, name: str, buffer: Buffer) -> None:
         self.lines.append(f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "

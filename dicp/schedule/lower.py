@@ -93,6 +93,7 @@ class _Lowering:
         self.node: fx.Node | None = None
         self.mutations: list[tuple[fx.Node, fx.Node]] = []
         self.in_place: dict[fx.Node, Buffer] = {}
+        self.returned: dict[str, fx.Node] = {}      # buffer -> the tensor, up to views, that the caller gets it as
         self.uses = _use_counts(gm)
 
     # -- the walk ------------------------------------------------------------------------------------------------
@@ -538,7 +539,10 @@ class _Lowering:
         if expr.op == "at":
             buffer = self.out.buffers[expr.args[0]]
             window = _window(buffer.flat(expr.args[1]), idx, shape)
-            aliases = buffer.kind == "constant" or buffer.name in mutated       # the caller may see it change
+            root = _view_root(r)
+            owner = self.returned.setdefault(buffer.name, root)
+            fresh = buffer.kind == "input" and root.op != "placeholder" or owner is not root
+            aliases = fresh or buffer.kind == "constant" or buffer.name in mutated      # the caller would see it change
             if window is not None and buffer.dtype == value.dtype and not aliases and \
                     (free or _strides_agree(window[0], strides, shape)):
                 if buffer.kind == "temp":
@@ -553,6 +557,15 @@ class _Lowering:
         if not free and buffer.strides != strides:      # e.g. an expanded result: one element, many positions
             buffer.strides = strides
         return View(buffer, shape, strides if not free else order)
+
+
+def _view_root(node: fx.Node) -> fx.Node:
+    """The node whose memory eager's result shares, going back through views."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and \
+            any(r.alias_info is not None for r in node.target._schema.returns) and node.args and \
+            isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _shape_env(gm: fx.GraphModule) -> Any | None:

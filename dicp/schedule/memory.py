@@ -46,6 +46,9 @@ class _Life:
 
 def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
     plan = Plan()
+    for b in lowered.buffers.values():
+        if b.kind == "temp" and lowered.symbols.late(b.nbytes):     # not known when the arena is taken
+            b.kind = "output"
     for d in lowered.defs:
         if isinstance(d, Scatter):
             plan.root[d.outputs[0].name] = d.base.name

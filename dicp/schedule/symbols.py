@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 import torch
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
@@ -82,6 +83,11 @@ class Symbols:
         for a in args[1:]:
             out = ex.binary(word, out, a)
         return out  # type: ignore[no-any-return]
+
+    def late(self, i: Index) -> bool:
+        """Whether an index names a size that is only known while the program runs (read from data)."""
+        found = [self.expressions[a] for a in ix.atoms(i) if isinstance(a, Var) and a in self.expressions]
+        return any(symbol_is_type(s, SymT.UNBACKED_INT) for e in found for s in e.free_symbols)
 
     def _symbol(self, s: sympy.Symbol) -> Var:
         if s not in self.backed:

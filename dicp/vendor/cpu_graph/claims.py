@@ -42,9 +42,14 @@ def prefers_onednn(dtype: torch.dtype) -> bool:
 
 def claim_for(node: fx.Node) -> Claim | None:
     """The library call for a node."""
-    table = _table()
-    make = table.get(node.target)
-    return make(node) if make is not None else None
+    make = _table().get(node.target)
+    return make(node) if make is not None and not _empty(node) else None
+
+
+def _empty(node: fx.Node) -> bool:
+    """Whether an operand has no elements: libraries differ on what that means."""
+    vals = [a.meta.get("val") for a in node.all_input_nodes]
+    return any(isinstance(n, int) and n == 0 for v in vals if isinstance(v, torch.Tensor) for n in v.shape)
 
 
 def _dtype(x: Any) -> torch.dtype | None:
@@ -393,6 +398,8 @@ def _topk(node: fx.Node) -> Claim | None:
 def supports(target: Any, node: fx.Node) -> bool:
     """Whether a dicp::* op may replace `node` and what feeds it."""
     dtype = _dtype(node)
+    if _empty(node):
+        return False
     if target is torch.ops.dicp.linear.default:
         return dtype is not None and prefers_onednn(dtype)
     if target is torch.ops.dicp.conv.default:

@@ -126,6 +126,14 @@ class _KernelWriter:
                 known.update({r: after + 1 for r in s.refs})
             elif isinstance(s, Scan):
                 known.update({r: after for r in s.refs})
+        last_load: dict[str, int] = {}
+        for k, s in enumerate(self.kernel.body):
+            for e in ex.walk(s.value):
+                if e.op == "load":
+                    last_load[e.args[0]] = max(last_load.get(e.args[0], 0), out[k])
+        for k, s in enumerate(self.kernel.body):
+            if isinstance(s, Store):        # what later phases read must not change before them
+                out[k] = max(out[k], last_load.get(s.buffer, 0))
         return out
 
     def _is_full(self, s: Statement) -> bool:
