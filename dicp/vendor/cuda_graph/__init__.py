@@ -20,12 +20,16 @@ class CudaGraph:
 
     def available(self, config: Any) -> str | None:
         if importlib.util.find_spec("triton") is None:
-            return ("Triton is not installed; install the one that belongs to your torch, "
-                    "or use backend='dicp_cpu'")
+            return (
+                "Triton is not installed; install the one that belongs to your torch, "
+                "or use backend='dicp_cpu'"
+            )
         if config.interpret or torch.cuda.is_available():
             return None
-        return ("torch sees no CUDA GPU; use backend='dicp_cpu' on this machine, or DICP_CUDA_INTERPRET=1 "
-                "to run the kernels on CPU tensors through Triton's interpreter (for tests: slow)")
+        return (
+            "torch sees no CUDA GPU; use backend='dicp_cpu' on this machine, or DICP_CUDA_INTERPRET=1 "
+            "to run the kernels on CPU tensors through Triton's interpreter (for tests: slow)"
+        )
 
     def supports(self, target: Any, node: fx.Node) -> bool:
         from dicp.vendor.cuda_graph.claims import supports

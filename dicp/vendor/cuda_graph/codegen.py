@@ -104,7 +104,7 @@ def emit(kernel: Kernel, interpreted: bool = False) -> Source:
     """A kernel as a Triton module. Raises nothing: every kernel IR construct has a form."""
     plain = replace(canonical(kernel), origins=kernel.origins)
     name = f"{kernel.name}_{kernel.digest[:8]}"
-    tile = choose_tile(plain)
+    tile = choose_tile(plain, interpreted)
     writer = _KernelWriter(plain, name, tile)
     function = writer.function()
     blocks = choose_blocks(plain, tile, interpreted)
@@ -140,19 +140,19 @@ def _walks(i: Index, a: Axis) -> bool:
     return ix.depends(i, a.var) and not _unit(i, a)
 
 
-def needs_order(kernel: Kernel) -> bool:
+def needs_order(kernel: Kernel, interpreted: bool = False) -> bool:
     """Whether a scatter has to run its serial axes one by one: no atomic does what it does."""
     dtypes = {p.name: p.dtype for p in kernel.params}
-    return any(
-        isinstance(s, Store)
-        and not s.unique
-        and s.mode != "set"
-        and dtypes[s.buffer] not in ATOMIC.get(s.mode, ())
-        for s in kernel.body
-    )
+    for s in kernel.body:
+        if isinstance(s, Store) and not s.unique and s.mode != "set":
+            dtype = dtypes[s.buffer]
+            # the interpreter has no atomics on 16-bit floats
+            if dtype not in ATOMIC.get(s.mode, ()) or (interpreted and dtype in ex.LOW_PRECISION):
+                return True
+    return False
 
 
-def choose_tile(kernel: Kernel) -> Tile:
+def choose_tile(kernel: Kernel, interpreted: bool = False) -> Tile:
     inner, outer = kernel.inner, kernel.outer
     loads, stores = _accesses(kernel)
     if inner:
@@ -172,7 +172,7 @@ def choose_tile(kernel: Kernel) -> Tile:
             persistent=isinstance(extent, int) and extent <= limit,
             contiguous=contiguous,
         )
-    if needs_order(kernel):
+    if needs_order(kernel, interpreted):
         return Tile(
             "line", tuple(a for a in outer if not a.serial), serial=tuple(a for a in outer if a.serial)
         )
@@ -681,7 +681,7 @@ def _apart(line: str, axes: tuple[Axis, ...]) -> list[str]:
     """Each axis' own position, from the position in all of them."""
     if not axes:
         return []
-    index = ix.delinearize(ix.of(Var(line, Tile.extent(axes))), tuple(a.size for a in axes))
+    index = ix.delinearize(ix.of(Var(line, Tile.extent(axes))), tuple(a.size or 1 for a in axes))
     out = []
     for a, i in zip(axes, index, strict=True):
         out.append(f"{a.var} = {_plain(i)}")

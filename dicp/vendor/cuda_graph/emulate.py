@@ -68,7 +68,12 @@ def _elementwise(word: str) -> Callable[..., Any]:
 
 
 def _libdevice() -> dict[str, Callable[..., Any]]:
-    return {name: _elementwise(name) for name in LIBDEVICE} | {n: _elementwise(w) for n, w in RENAMED.items()}
+    def fmod(x: Any, y: Any) -> Any:  # torch's vectorised one gives NaN for huge quotients
+        x, y = tl.broadcast(x, y)
+        return _like(np.fmod(x.handle.data, y.handle.data), x)
+
+    words = {name: name for name in LIBDEVICE} | RENAMED
+    return {name: _elementwise(word) for name, word in words.items()} | {"fmod": fmod}
 
 
 def widen(x: Any) -> Any:
