@@ -1,4 +1,5 @@
 """`python -m dicp.conformance`: the command line. `python -m dicp.conformance fuzz`: random graphs, see fuzz.py."""
+
 from __future__ import annotations
 
 import argparse
@@ -18,26 +19,48 @@ def parser() -> argparse.ArgumentParser:
     """The options of a run."""
     p = argparse.ArgumentParser(prog="python -m dicp.conformance", description=__doc__)
     p.add_argument("--vendor", default="cpu_graph", help="a registered vendor (default: %(default)s)")
-    p.add_argument("--backend", help="any torch.compile backend instead of a vendor: inductor, aot_eager, ...")
-    p.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                   help="import this first, in every worker (it may register a backend); repeatable")
+    p.add_argument(
+        "--backend", help="any torch.compile backend instead of a vendor: inductor, aot_eager, ..."
+    )
+    p.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this first, in every worker (it may register a backend); repeatable",
+    )
     p.add_argument("--device", help="where the tensors live (default: cuda for cuda_graph, else cpu)")
-    p.add_argument("--ops", default="", metavar="REGEX", help="operators whose full name this matches (search)")
-    p.add_argument("--dtypes", default="", help="comma-separated; default: a list per kind of run, see plan.py")
-    p.add_argument("--dynamic", action="store_true", help="also compile with dynamic=True, and call with second sizes")
+    p.add_argument(
+        "--ops", default="", metavar="REGEX", help="operators whose full name this matches (search)"
+    )
+    p.add_argument(
+        "--dtypes", default="", help="comma-separated; default: a list per kind of run, see plan.py"
+    )
+    p.add_argument(
+        "--dynamic", action="store_true", help="also compile with dynamic=True, and call with second sizes"
+    )
     p.add_argument("--grad", action="store_true", help="also forward and backward, gradients compared")
     p.add_argument("--only-dynamic", action="store_true", help="only dynamic=True")
     p.add_argument("--only-grad", action="store_true", help="only gradients")
-    p.add_argument("--samples", type=int, default=8, metavar="N", help="database samples per operator and dtype")
+    p.add_argument(
+        "--samples", type=int, default=8, metavar="N", help="database samples per operator and dtype"
+    )
     p.add_argument("--case", metavar="ID", help="only the case of this id, such as s3 or s3:transposed")
     p.add_argument("--shard", default="1/1", metavar="i/n", help="the i-th of n interleaved parts")
     p.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
-    p.add_argument("--timeout", type=float, default=240.0, metavar="S", help="seconds before a silent worker is killed")
-    p.add_argument("--resume", type=Path, metavar="DIR", help="keep results here, and do not run again what is there")
+    p.add_argument(
+        "--timeout", type=float, default=240.0, metavar="S", help="seconds before a silent worker is killed"
+    )
+    p.add_argument(
+        "--resume", type=Path, metavar="DIR", help="keep results here, and do not run again what is there"
+    )
     p.add_argument("--json", type=Path, metavar="F")
     p.add_argument("--junit", type=Path, metavar="F")
     p.add_argument("--html", type=Path, metavar="F")
-    p.add_argument("--coverage", type=Path, metavar="F", help="write the coverage table docs/operators.md is made of")
+    p.add_argument(
+        "--coverage", type=Path, metavar="F", help="write the coverage table docs/operators.md is made of"
+    )
     p.add_argument("--verbose", action="store_true", help="list every failure and every extern")
     p.add_argument("--list", action="store_true", help="print the units and stop")
     return p
@@ -64,15 +87,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return docs(argv[1:])
     args = parser().parse_args(argv)
     from .plan import Plan
-    from .unit import Unit, UnitResult, dtype_named, from_json
+    from .unit import Unit, UnitResult, dtype_named
 
     backend = args.backend or vendors.backend_of(args.vendor)
     device = args.device or ("cuda" if args.vendor == "cuda_graph" and not args.backend else "cpu")
     dtypes = tuple(d for d in args.dtypes.split(",") if d)
     for d in dtypes:
         dtype_named(d)
-    plan = Plan(args.ops, dtypes, args.dynamic or args.only_dynamic, args.grad or args.only_grad, args.samples,
-                shard_of(args.shard), device, args.case, not args.only_dynamic, not args.only_grad)
+    plan = Plan(
+        args.ops,
+        dtypes,
+        args.dynamic or args.only_dynamic,
+        args.grad or args.only_grad,
+        args.samples,
+        shard_of(args.shard),
+        device,
+        args.case,
+        not args.only_dynamic,
+        not args.only_grad,
+    )
     units = plan.units()
     if args.list:
         print("\n".join(Unit(**asdict(u)).key for u in units))
@@ -94,11 +127,13 @@ def same_run(folder: Path, settings: dict[str, object]) -> None:
     """Refuse to mix results of different backends in one folder."""
     path = folder / "run.json"
     if path.exists() and json.loads(path.read_text()) != settings:
-        raise SystemExit(f"{folder} holds a run with other settings: {path.read_text()}; now {json.dumps(settings)}")
+        raise SystemExit(
+            f"{folder} holds a run with other settings: {path.read_text()}; now {json.dumps(settings)}"
+        )
     path.write_text(json.dumps(settings))
 
 
-def read_results(path: Path, wanted: set[str]) -> list["UnitResult"]:  # noqa: F821
+def read_results(path: Path, wanted: set[str]) -> list[UnitResult]:  # noqa: F821
     """Results of an earlier run; a last line cut short by a kill is dropped."""
     from .unit import from_json
 
@@ -122,6 +157,7 @@ def run(waiting, results, kept, folder, backend, args) -> None:  # type: ignore[
     started, total, fails = time.perf_counter(), len(waiting), 0
     ended = 0
     with kept.open("a") as out:
+
         def report(result: UnitResult) -> None:
             nonlocal ended, fails
             out.write(json.dumps(result.to_json()) + "\n")

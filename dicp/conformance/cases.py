@@ -1,4 +1,5 @@
 """Cases: one call of one operator on given tensors, in every layout and with every kind of value the suite knows."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -48,8 +49,11 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
         return fn(value)
     if isinstance(value, (list, tuple)):
         parts = [map_leaves(v, fn) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else (
-            parts if isinstance(value, list) else tuple(parts))
+        return (
+            type(value)(*parts)
+            if hasattr(value, "_fields")
+            else (parts if isinstance(value, list) else tuple(parts))
+        )
     if isinstance(value, slice):
         return slice(*(map_leaves(v, fn) for v in (value.start, value.stop, value.step)))
     return fn(value)
@@ -77,6 +81,7 @@ def put_tensors(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 # ---- tensors in other layouts and sizes ----
+
 
 def is_plain(t: torch.Tensor) -> bool:
     """Strided, neither conjugated nor negated lazily: what the layout functions can rearrange."""
@@ -143,7 +148,10 @@ def channels_last(t: torch.Tensor) -> torch.Tensor | None:
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
-    "noncontiguous": noncontiguous, "transposed": transposed, "offset": offset, "expanded": expanded,
+    "noncontiguous": noncontiguous,
+    "transposed": transposed,
+    "offset": offset,
+    "expanded": expanded,
     "channels_last": channels_last,
 }
 
@@ -162,7 +170,11 @@ def grown(t: torch.Tensor) -> torch.Tensor:
     shape = [d + 1 if d > 1 else d for d in t.shape]
     values = t.detach()
     for dim, size in enumerate(shape):
-        values = values.index_select(dim, torch.arange(size, device=t.device) % max(t.shape[dim], 1)) if size > 1 else values
+        values = (
+            values.index_select(dim, torch.arange(size, device=t.device) % max(t.shape[dim], 1))
+            if size > 1
+            else values
+        )
     order = sorted(range(t.dim()), key=lambda d: (-t.stride(d), d))
     back = [order.index(d) for d in range(t.dim())]
     return _like(t, values.permute(order).contiguous().permute(back)) if t.dim() else _like(t, values.clone())
@@ -177,7 +189,17 @@ def resized(case: Case) -> tuple[torch.Tensor, ...] | None:
 
 # ---- the cases of one operator and dtype ----
 
-SIZES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (0, 3), (2, 0, 3), (37,), (5, 67), (3, 1, 17), (2, 3, 5, 7))
+SIZES: tuple[tuple[int, ...], ...] = (
+    (),
+    (1,),
+    (0,),
+    (0, 3),
+    (2, 0, 3),
+    (37,),
+    (5, 67),
+    (3, 1, 17),
+    (2, 3, 5, 7),
+)
 
 
 def _special_values(dtype: torch.dtype) -> list[Any]:
@@ -185,8 +207,26 @@ def _special_values(dtype: torch.dtype) -> list[Any]:
         return [0j, complex(math.inf, 1), complex(math.nan, 0), complex(1e-30, -1e30), complex(-1, -0.0)]
     if dtype.is_floating_point:
         f = torch.finfo(dtype)
-        return [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, f.max, f.min, f.smallest_normal,
-                f.smallest_normal * f.eps, f.eps, 0.5, 1.5, 2.5, -2.5, 88.8, -103.9]
+        return [
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            math.inf,
+            -math.inf,
+            math.nan,
+            f.max,
+            f.min,
+            f.smallest_normal,
+            f.smallest_normal * f.eps,
+            f.eps,
+            0.5,
+            1.5,
+            2.5,
+            -2.5,
+            88.8,
+            -103.9,
+        ]
     if dtype == torch.bool:
         return [True, False]
     i = torch.iinfo(dtype)
@@ -196,8 +236,13 @@ def _special_values(dtype: torch.dtype) -> list[Any]:
 
 def _extra_inputs(op: opdb.Operator, dtype: torch.dtype) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """Sizes and special values for operators whose inputs may be any tensors."""
-    make = functools.partial(torch.testing.make_tensor, dtype=dtype, device=op.device, low=None if dtype.is_complex else _low(op),
-                             high=None if dtype.is_complex else _high(op))
+    make = functools.partial(
+        torch.testing.make_tensor,
+        dtype=dtype,
+        device=op.device,
+        low=None if dtype.is_complex else _low(op),
+        high=None if dtype.is_complex else _high(op),
+    )
     tensor = functools.partial(torch.tensor, dtype=dtype, device=op.device)
     for size in SIZES:
         yield f"size{'x'.join(map(str, size)) or 'scalar'}", tuple(make(size) for _ in range(op.arity))
@@ -251,7 +296,7 @@ def build(op: opdb.Operator, dtype: torch.dtype, mode: Mode, samples: int, dynam
         cases += itertools.islice((v for v in variants if v is not None), 1 if gradient else 2)
     if op.inplace is not None and not (gradient and not chosen):
         able = [c for c in chosen if c.id not in broadcasting and c.tensors and isinstance(c.args[0], Slot)]
-        for c in able[:2 if gradient else 3]:
+        for c in able[: 2 if gradient else 3]:
             cases.append(dataclasses.replace(c, id=f"{c.id}:inplace", inplace=True))
         for c in [] if gradient else shown[:1]:
             strided = relaid(c, "noncontiguous")
@@ -278,13 +323,14 @@ def _defaults(op: opdb.Operator, dtype: torch.dtype) -> dict[str, Any]:
 
 # ---- text ----
 
+
 def show_tensor(t: torch.Tensor) -> str:
     """`f32[8,4]`, strides in braces where they are not contiguous, `+k` for a storage offset."""
     kind = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
     name = str(t.dtype).removeprefix("torch.")
     for long, short in kind.items():
-        if name.startswith(long) and name[len(long):].isdigit():
-            name = short + name[len(long):]
+        if name.startswith(long) and name[len(long) :].isdigit():
+            name = short + name[len(long) :]
             break
     text = f"{name}[{','.join(map(str, t.shape))}]"
     if t.layout != torch.strided:
@@ -299,7 +345,9 @@ def literal(value: Any, constants: dict[str, Any], slot: Callable[[int], str]) -
     if isinstance(value, Slot):
         return slot(value.index)
     if isinstance(value, slice):
-        return f"slice({', '.join(literal(v, constants, slot) for v in (value.start, value.stop, value.step))})"
+        return (
+            f"slice({', '.join(literal(v, constants, slot) for v in (value.start, value.stop, value.step))})"
+        )
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k!r}: {literal(v, constants, slot)}" for k, v in value.items()) + "}"
     if type(value) in (list, tuple, torch.Size):
@@ -333,10 +381,15 @@ def show(op: opdb.Operator, case: Case) -> str:
     return f"{op.name}{'_ (in place)' if case.inplace else ''}({text})"
 
 
-def widen(case: Case, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+def widen(
+    case: Case, tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
     """The reference's arguments: inexact tensors and dtype arguments in fp64 or complex128."""
+
     def leaf(value: Any) -> Any:
-        return tolerance.wide(value) if isinstance(value, torch.dtype) and tolerance.is_inexact(value) else value
+        return (
+            tolerance.wide(value) if isinstance(value, torch.dtype) and tolerance.is_inexact(value) else value
+        )
 
     big = [t.detach().to(tolerance.wide(t.dtype), copy=True).requires_grad_(t.requires_grad) for t in tensors]
     return map_leaves(case.args, leaf), map_leaves(case.kwargs, leaf), big

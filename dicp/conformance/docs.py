@@ -1,7 +1,8 @@
 """The coverage table (`coverage.csv`, written by a whole run) and docs/operators.md, which is made of it.
 
-    python -m dicp.conformance docs [--check] [--output docs/operators.md]
+python -m dicp.conformance docs [--check] [--output docs/operators.md]
 """
+
 from __future__ import annotations
 
 import argparse
@@ -38,35 +39,63 @@ def read_coverage(path: Path = COVERAGE) -> list[Row]:
 
 def _summary(rows: Sequence[Row], key: str) -> list[str]:
     ways = ("generated", "library", "extern", "eager", "fails", "")
-    lines = [f"| {key} | operators | generated | library | extern | eager | fails | skipped | generated or library |",
-             "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        f"| {key} | operators | generated | library | extern | eager | fails | skipped | generated or library |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
     for name in sorted({r[key] for r in rows}):
         n = Counter(r["how"] or r["how_complex"] for r in rows if r[key] == name)
         total = n.total() - n[""]
         share = 100 * (n["generated"] + n["library"]) / total if total else 100.0
-        lines.append(f"| {name} | {n.total()} | " + " | ".join(str(n[w] or "") for w in ways) + f" | {share:.1f} % |")
+        lines.append(
+            f"| {name} | {n.total()} | " + " | ".join(str(n[w] or "") for w in ways) + f" | {share:.1f} % |"
+        )
     return lines
 
 
 def render(rows: Sequence[Row]) -> str:
     """docs/operators.md."""
     theirs = inductor_ways()
-    lines = ["# Operators", "",
-             "Made by `python -m dicp.conformance docs` from the last whole run on `dicp_cpu`; do not edit. What the words mean:",
-             "[conformance.md](conformance.md). *Complex* is the same question for complex dtypes; *Inductor* is what Inductor does",
-             "with the operator in its first real dtype on the CPU (generated, library, fallback).", ""]
+    lines = [
+        "# Operators",
+        "",
+        "Made by `python -m dicp.conformance docs` from the last whole run on `dicp_cpu`; do not edit. What the words mean:",
+        "[conformance.md](conformance.md). *Complex* is the same question for complex dtypes; *Inductor* is what Inductor does",
+        "with the operator in its first real dtype on the CPU (generated, library, fallback).",
+        "",
+    ]
     if not rows:
         return "\n".join([*lines, "No whole run has been recorded yet.", ""])
-    lines += ["## By grade", "", *_summary(rows, "grade"), "", "## By category", "", *_summary(rows, "category"), ""]
+    lines += [
+        "## By grade",
+        "",
+        *_summary(rows, "grade"),
+        "",
+        "## By category",
+        "",
+        *_summary(rows, "category"),
+        "",
+    ]
     for category in sorted({r["category"] for r in rows}):
-        lines += [f"## {category}", "", "| operator | grade | dicp_cpu | complex | Inductor | externs |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"## {category}",
+            "",
+            "| operator | grade | dicp_cpu | complex | Inductor | externs |",
+            "|---|---|---|---|---|---|",
+        ]
         for r in rows:
             if r["category"] == category:
-                lines.append(f"| `{r['operator']}` | {r['grade']} | {r['how']} | {r['how_complex']} | "
-                             f"{theirs.get(r['operator'], '')} | {r['externs']} |")
+                lines.append(
+                    f"| `{r['operator']}` | {r['grade']} | {r['how']} | {r['how_complex']} | "
+                    f"{theirs.get(r['operator'], '')} | {r['externs']} |"
+                )
         lines.append("")
-    lines += ["## Rows of the DeepLink list that no operator of the database stands for", "", "| grade | category | name | reason |",
-              "|---|---|---|---|"]
+    lines += [
+        "## Rows of the DeepLink list that no operator of the database stands for",
+        "",
+        "| grade | category | name | reason |",
+        "|---|---|---|---|",
+    ]
     lines += [f"| {u.grade} | {u.category} | {u.name} | {u.reason} |" for u in grades.unmapped()]
     return "\n".join(lines) + "\n"
 

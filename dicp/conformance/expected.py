@@ -1,4 +1,5 @@
 """Known failures: `{backend: {operator: {dtypes: reason}}}`. An entry whose cases all pass fails the run."""
+
 from __future__ import annotations
 
 EXPECTED_FAILURES: dict[str, dict[str, dict[frozenset[str], str]]] = {
@@ -16,5 +17,8 @@ def reason_for(backend: str, operator: str, dtype: str) -> str | None:
 
 def entries(backend: str) -> list[tuple[str, frozenset[str], str]]:
     """(operator, dtypes, reason) of every entry."""
-    return [(op, dtypes, reason) for op, table in EXPECTED_FAILURES.get(backend, {}).items()
-            for dtypes, reason in table.items()]
+    return [
+        (op, dtypes, reason)
+        for op, table in EXPECTED_FAILURES.get(backend, {}).items()
+        for dtypes, reason in table.items()
+    ]

@@ -3,6 +3,7 @@
 Program k of seed S is the same everywhere. Children do the work; one that crashes or hangs is replaced, and the program it died of
 is a finding like any other.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -96,14 +97,22 @@ def child(seed: int, first: int, step: int, backend: str, shrinking: bool) -> in
             tell({"shrinking": k, "kind": finding.kind, "message": finding.message})
             want = signature(finding)
             if shrinking:
+
                 def fails(q: Any, want: str = want) -> bool:
                     again = check(q, backend)
                     return again is not None and signature(again[0]) == want
 
                 p = shrink(p, fails)
                 finding, second = check(p, backend) or found
-            tell({"found": k, "kind": finding.kind, "message": finding.message, "signature": signature(finding),
-                  "script": script(p, backend, second, finding.message)})
+            tell(
+                {
+                    "found": k,
+                    "kind": finding.kind,
+                    "message": finding.message,
+                    "signature": signature(finding),
+                    "script": script(p, backend, second, finding.message),
+                }
+            )
         tell({"done": k})
         k += step
 
@@ -111,7 +120,9 @@ def child(seed: int, first: int, step: int, backend: str, shrinking: bool) -> in
 class _Watch:
     """One child at a time for one interleaved part of the programs."""
 
-    def __init__(self, number: int, args: argparse.Namespace, backend: str, end: float, state: dict[str, Any]) -> None:
+    def __init__(
+        self, number: int, args: argparse.Namespace, backend: str, end: float, state: dict[str, Any]
+    ) -> None:
         self.number, self.args, self.backend, self.end, self.state = number, args, backend, end, state
 
     def run(self) -> None:
@@ -120,13 +131,27 @@ class _Watch:
             first = self._one_child(first) + self.args.workers
 
     def _one_child(self, first: int) -> int:
-        command = [sys.executable, "-m", "dicp.conformance.fuzz", "--child", str(self.args.seed), str(first), str(self.args.workers),
-                   self.backend, "0" if self.args.no_shrink else "1", *self.args.modules]
+        command = [
+            sys.executable,
+            "-m",
+            "dicp.conformance.fuzz",
+            "--child",
+            str(self.args.seed),
+            str(first),
+            str(self.args.workers),
+            self.backend,
+            "0" if self.args.no_shrink else "1",
+            *self.args.modules,
+        ]
         with (self.args.output / f"child{self.number}.log").open("ab") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-                                       env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            )
         last: dict[str, Any] = {"starts": first, "script": ""}
-        timer: threading.Timer | None = None
         hung = threading.Event()
 
         def kill(is_hang: bool) -> None:
@@ -139,9 +164,9 @@ class _Watch:
 
         assert process.stdout is not None
         done = False
+        timer = threading.Timer(120, kill, (True,))
+        timer.start()
         try:
-            timer = threading.Timer(120, kill, (True,))
-            timer.start()
             for line in process.stdout:
                 timer.cancel()
                 message = json.loads(line)
@@ -164,15 +189,26 @@ class _Watch:
             code = process.wait()
         if not done and (hung.is_set() or not alive or code):
             kind = "hang" if hung.is_set() else "crash"
-            self._keep({"found": last["starts"], "kind": kind, "signature": kind, "script": last["script"],
-                        "message": f"{kind} ({code})"})
+            self._keep(
+                {
+                    "found": last["starts"],
+                    "kind": kind,
+                    "signature": kind,
+                    "script": last["script"],
+                    "message": f"{kind} ({code})",
+                }
+            )
         return int(last["starts"])
 
     def _keep(self, message: dict[str, Any]) -> None:
         path = self.args.output / f"{message['kind']}_{self.args.seed}_{message['found']}.py"
-        path.write_text(f"# python -m dicp.conformance fuzz --seed {self.args.seed} --start {message['found']} --workers 1\n"
-                        + message["script"])
-        self.state["found"].setdefault(message["signature"], []).append((message["found"], message["message"], str(path)))
+        path.write_text(
+            f"# python -m dicp.conformance fuzz --seed {self.args.seed} --start {message['found']} --workers 1\n"
+            + message["script"]
+        )
+        self.state["found"].setdefault(message["signature"], []).append(
+            (message["found"], message["message"], str(path))
+        )
         print(f"[{message['found']}] {message['kind']}: {message['message'][:300]}\n    {path}", flush=True)
 
 
@@ -204,7 +240,9 @@ def main(argv: Sequence[str]) -> int:
         t.start()
     for t in threads:
         t.join()
-    print(f"{state['programs']} programs, {sum(map(len, state['found'].values()))} findings of {len(state['found'])} kinds")
+    print(
+        f"{state['programs']} programs, {sum(map(len, state['found'].values()))} findings of {len(state['found'])} kinds"
+    )
     for name, cases in sorted(state["found"].items(), key=lambda kv: -len(kv[1])):
         print(f"  {len(cases):4} {name}   e.g. {cases[0][2]}")
     return 1 if state["found"] else 0

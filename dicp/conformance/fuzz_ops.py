@@ -3,6 +3,7 @@
 A rule is given operands and a random generator and answers with a template (`torch.add({0}, {1})`) or None where it does not
 apply. Sizes are spelled through operands (`{0}.shape[0]`), so that a program means something for other sizes as well.
 """
+
 from __future__ import annotations
 
 import random
@@ -66,34 +67,145 @@ def _dim(rng: random.Random, t: torch.Tensor) -> int:
 # ---- elementwise ----
 
 SMOOTH = (
-    "torch.sin({0})", "torch.cos({0})", "torch.tanh({0})", "torch.sigmoid({0})", "torch.exp({0}.clamp(-3, 3))",
-    "F.gelu({0})", "F.gelu({0}, approximate='tanh')", "F.silu({0})", "torch.log1p({0}.abs())", "torch.sqrt({0}.abs() + 0.5)",
-    "torch.rsqrt({0}.abs() + 0.5)", "torch.reciprocal({0}.abs() + 1)", "torch.erf({0})", "F.softplus({0})", "{0} ** 2",
-    "torch.expm1({0}.clamp(-3, 3))", "F.elu({0})", "F.leaky_relu({0}, 0.1)", "F.hardswish({0})", "torch.atan({0})",
-    "{0} * 0.3 + 1", "2 - {0}", "{0} / 3", "1.5 / ({0}.abs() + 1)", "F.hardsigmoid({0})", "F.mish({0})", "F.softsign({0})",
-    "torch.logaddexp({0}, {0} * 0.5)", "torch.log(({0}.abs() + 0.1))", "torch.pow({0}.abs() + 0.1, 1.5)", "torch.frac({0}) * 0",
-    "torch.nan_to_num({0} / 2)", "F.logsigmoid({0})", "torch.exp2({0}.clamp(-3, 3))", "torch.cosh({0}.clamp(-3, 3))",
+    "torch.sin({0})",
+    "torch.cos({0})",
+    "torch.tanh({0})",
+    "torch.sigmoid({0})",
+    "torch.exp({0}.clamp(-3, 3))",
+    "F.gelu({0})",
+    "F.gelu({0}, approximate='tanh')",
+    "F.silu({0})",
+    "torch.log1p({0}.abs())",
+    "torch.sqrt({0}.abs() + 0.5)",
+    "torch.rsqrt({0}.abs() + 0.5)",
+    "torch.reciprocal({0}.abs() + 1)",
+    "torch.erf({0})",
+    "F.softplus({0})",
+    "{0} ** 2",
+    "torch.expm1({0}.clamp(-3, 3))",
+    "F.elu({0})",
+    "F.leaky_relu({0}, 0.1)",
+    "F.hardswish({0})",
+    "torch.atan({0})",
+    "{0} * 0.3 + 1",
+    "2 - {0}",
+    "{0} / 3",
+    "1.5 / ({0}.abs() + 1)",
+    "F.hardsigmoid({0})",
+    "F.mish({0})",
+    "F.softsign({0})",
+    "torch.logaddexp({0}, {0} * 0.5)",
+    "torch.log(({0}.abs() + 0.1))",
+    "torch.pow({0}.abs() + 0.1, 1.5)",
+    "torch.frac({0}) * 0",
+    "torch.nan_to_num({0} / 2)",
+    "F.logsigmoid({0})",
+    "torch.exp2({0}.clamp(-3, 3))",
+    "torch.cosh({0}.clamp(-3, 3))",
 )
-UNARY_EXACT = ("-{0}", "torch.abs({0})", "F.relu({0})", "{0}.clamp(-1, 2)", "torch.clamp_min({0}, 0.5)", "{0}.contiguous()",
-               "{0}.clone()", "F.relu6({0})", "F.hardtanh({0})", "torch.positive({0})", "{0}.clamp(max=1)")
-JUMPS = ("torch.floor({0})", "torch.ceil({0})", "torch.round({0})", "torch.trunc({0})", "torch.sign({0})", "{0} > 0", "{0} <= 0.5",
-         "torch.isnan({0})", "({0} != 0).to({0}.dtype)", "F.hardshrink({0})", "torch.signbit({0})", "{0}.to(torch.int32)",
-         "{0}.to(torch.int64)", "torch.heaviside({0}, {0})", "torch.eq({0}, {0})", "torch.fmod({0}, 1.5)",
-         "torch.remainder({0}, 0.75)", "torch.div({0}, 0.5, rounding_mode='floor')")
-INT_UNARY = ("{0} + 3", "{0} * 2", "-{0}", "{0} // 3", "{0} % 5", "{0} & 6", "{0} | 1", "{0} ^ 5", "{0} > 1", "{0} == 0", "~{0}",
-             "{0}.abs()", "{0}.clamp(-2, 3)", "{0}.to(torch.float32)", "{0}.to(torch.bool)", "torch.sign({0})", "{0}.to(torch.int32)",
-             "torch.bitwise_right_shift({0}, 1)", "{0} / 4", "torch.square({0} % 7)", "{0}.to(torch.uint8)", "{0}.to(torch.int64)")
-BOOL_UNARY = ("~{0}", "{0}.to(torch.float32)", "{0}.to(torch.int64)", "torch.logical_not({0})", "{0} + 1", "{0} * 2.5", "{0} & True",
-              "{0}.to(torch.bfloat16)")
-BINARY = ("{0} + {1}", "{0} - {1}", "{0} * {1}", "{0} / ({1}.abs() + 1)", "torch.add({0}, {1}, alpha=0.5)",
-          "torch.atan2({0}, {1}.abs() + 0.5)", "torch.hypot({0}, {1})", "torch.lerp({0}, {1}.to({0}.dtype), 0.25)",
-          "torch.where({0} > {0} - 1, {0}, {1})", "torch.rsub({0}, {1})", "torch.logaddexp({0}, {1})",
-          "torch.addcmul({0}, {0}, {1}.to({0}.dtype), value=0.5)")
+UNARY_EXACT = (
+    "-{0}",
+    "torch.abs({0})",
+    "F.relu({0})",
+    "{0}.clamp(-1, 2)",
+    "torch.clamp_min({0}, 0.5)",
+    "{0}.contiguous()",
+    "{0}.clone()",
+    "F.relu6({0})",
+    "F.hardtanh({0})",
+    "torch.positive({0})",
+    "{0}.clamp(max=1)",
+)
+JUMPS = (
+    "torch.floor({0})",
+    "torch.ceil({0})",
+    "torch.round({0})",
+    "torch.trunc({0})",
+    "torch.sign({0})",
+    "{0} > 0",
+    "{0} <= 0.5",
+    "torch.isnan({0})",
+    "({0} != 0).to({0}.dtype)",
+    "F.hardshrink({0})",
+    "torch.signbit({0})",
+    "{0}.to(torch.int32)",
+    "{0}.to(torch.int64)",
+    "torch.heaviside({0}, {0})",
+    "torch.eq({0}, {0})",
+    "torch.fmod({0}, 1.5)",
+    "torch.remainder({0}, 0.75)",
+    "torch.div({0}, 0.5, rounding_mode='floor')",
+)
+INT_UNARY = (
+    "{0} + 3",
+    "{0} * 2",
+    "-{0}",
+    "{0} // 3",
+    "{0} % 5",
+    "{0} & 6",
+    "{0} | 1",
+    "{0} ^ 5",
+    "{0} > 1",
+    "{0} == 0",
+    "~{0}",
+    "{0}.abs()",
+    "{0}.clamp(-2, 3)",
+    "{0}.to(torch.float32)",
+    "{0}.to(torch.bool)",
+    "torch.sign({0})",
+    "{0}.to(torch.int32)",
+    "torch.bitwise_right_shift({0}, 1)",
+    "{0} / 4",
+    "torch.square({0} % 7)",
+    "{0}.to(torch.uint8)",
+    "{0}.to(torch.int64)",
+)
+BOOL_UNARY = (
+    "~{0}",
+    "{0}.to(torch.float32)",
+    "{0}.to(torch.int64)",
+    "torch.logical_not({0})",
+    "{0} + 1",
+    "{0} * 2.5",
+    "{0} & True",
+    "{0}.to(torch.bfloat16)",
+)
+BINARY = (
+    "{0} + {1}",
+    "{0} - {1}",
+    "{0} * {1}",
+    "{0} / ({1}.abs() + 1)",
+    "torch.add({0}, {1}, alpha=0.5)",
+    "torch.atan2({0}, {1}.abs() + 0.5)",
+    "torch.hypot({0}, {1})",
+    "torch.lerp({0}, {1}.to({0}.dtype), 0.25)",
+    "torch.where({0} > {0} - 1, {0}, {1})",
+    "torch.rsub({0}, {1})",
+    "torch.logaddexp({0}, {1})",
+    "torch.addcmul({0}, {0}, {1}.to({0}.dtype), value=0.5)",
+)
 BINARY_EXACT = ("torch.maximum({0}, {1})", "torch.minimum({0}, {1})", "torch.fmax({0}, {1})")
-BINARY_JUMPS = ("{0} > {1}", "{0} == {1}", "torch.where({0} > {1}, {0}, {1})", "torch.le({0}, {1})", "torch.ne({0}, {1})",
-                "torch.where({0} < {1}, {0} * 0, {0})")
-INT_BINARY = ("{0} + {1}", "{0} - {1}", "{0} & {1}", "{0} | {1}", "{0} ^ {1}", "torch.maximum({0}, {1})", "{0} < {1}",
-              "({0} % 11) * ({1} % 7)", "{0} // ({1}.abs() + 1)", "{0} % ({1}.abs() + 1)", "torch.gcd({0}, {1})")
+BINARY_JUMPS = (
+    "{0} > {1}",
+    "{0} == {1}",
+    "torch.where({0} > {1}, {0}, {1})",
+    "torch.le({0}, {1})",
+    "torch.ne({0}, {1})",
+    "torch.where({0} < {1}, {0} * 0, {0})",
+)
+INT_BINARY = (
+    "{0} + {1}",
+    "{0} - {1}",
+    "{0} & {1}",
+    "{0} | {1}",
+    "{0} ^ {1}",
+    "torch.maximum({0}, {1})",
+    "{0} < {1}",
+    "({0} % 11) * ({1} % 7)",
+    "{0} // ({1}.abs() + 1)",
+    "{0} % ({1}.abs() + 1)",
+    "torch.gcd({0}, {1})",
+)
 CASTS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 
 
@@ -110,26 +222,41 @@ def _jump(rng: random.Random, t: list[torch.Tensor]) -> Answer:
 
 
 def _int_unary(rng: random.Random, t: list[torch.Tensor]) -> Answer:
-    return rng.choice(BOOL_UNARY) if t[0].dtype == torch.bool else rng.choice(INT_UNARY) if is_int(t[0]) else None
+    return (
+        rng.choice(BOOL_UNARY)
+        if t[0].dtype == torch.bool
+        else rng.choice(INT_UNARY)
+        if is_int(t[0])
+        else None
+    )
 
 
 def _binary(texts: tuple[str, ...], both: Callable[[torch.Tensor], bool]) -> Callable[..., Answer]:
     def make(rng: random.Random, t: list[torch.Tensor]) -> Answer:
         return rng.choice(texts) if both(t[0]) and both(t[1]) and broadcast(t[0], t[1]) else None
+
     return make
 
 
 def _bool_binary(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     if t[0].dtype == t[1].dtype == torch.bool and broadcast(t[0], t[1]):
-        return _one_of(rng, "{0} & {1}", "{0} | {1}", "{0} ^ {1}", "torch.logical_and({0}, {1})", "{0} != {1}")
+        return _one_of(
+            rng, "{0} & {1}", "{0} | {1}", "{0} ^ {1}", "torch.logical_and({0}, {1})", "{0} != {1}"
+        )
     return None
 
 
 def _masked(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     if t[0].dtype == torch.bool and is_float(t[1]) and broadcast(t[0], t[1]):
-        return _one_of(rng, "torch.where({0}, {1}, 0.5)", "{1}.masked_fill({0}, -1.5)" if t[0].dim() <= t[1].dim() and
-                       torch.broadcast_shapes(t[0].shape, t[1].shape) == t[1].shape else "torch.where({0}, {1}, 0)",
-                       "torch.where({0}, {1}, -{1})", "{1} * {0}")
+        return _one_of(
+            rng,
+            "torch.where({0}, {1}, 0.5)",
+            "{1}.masked_fill({0}, -1.5)"
+            if t[0].dim() <= t[1].dim() and torch.broadcast_shapes(t[0].shape, t[1].shape) == t[1].shape
+            else "torch.where({0}, {1}, 0)",
+            "torch.where({0}, {1}, -{1})",
+            "{1} * {0}",
+        )
     return None
 
 
@@ -139,23 +266,46 @@ def _cast(rng: random.Random, t: list[torch.Tensor]) -> Answer:
 
 # ---- reductions and scans ----
 
+
 def _reduce(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     x = t[0]
     if not is_float(x) or x.numel() == 0:
         return None
     if x.dim() == 0 or rng.random() < 0.15:
-        return _one_of(rng, "{0}.sum()", "{0}.mean()", "{0}.amax()", "{0}.var(correction=0)", "torch.linalg.vector_norm({0} + 2)")
+        return _one_of(
+            rng,
+            "{0}.sum()",
+            "{0}.mean()",
+            "{0}.amax()",
+            "{0}.var(correction=0)",
+            "torch.linalg.vector_norm({0} + 2)",
+        )
     d, keep = _dim(rng, x), rng.choice(("True", "False"))
     dims = f"{d}" if x.dim() < 2 or rng.random() < 0.7 else "(0, -1)"
     return _one_of(
-        rng, f"{{0}}.sum({dims}, keepdim={keep})", f"{{0}}.mean({dims}, keepdim={keep})", f"{{0}}.amax({dims}, keepdim={keep})",
-        f"{{0}}.amin({dims}, keepdim={keep})", f"torch.softmax({{0}}, {d})", f"torch.log_softmax({{0}}, {d})",
-        f"torch.logsumexp({{0}}, {d}, keepdim={keep})", f"torch.cumsum({{0}}, {d})", f"{{0}}.var({d}, correction=0, keepdim={keep})",
-        f"torch.std({{0}} + 1, {d}, correction=0, keepdim={keep}) + 0" if x.shape[d] > 2 else f"{{0}}.sum({d})",
-        "F.layer_norm({0}, {0}.shape[-1:])", f"({{0}} - {{0}}.mean({d}, keepdim=True))", f"{{0}}.sum({d}, dtype=torch.float32)",
+        rng,
+        f"{{0}}.sum({dims}, keepdim={keep})",
+        f"{{0}}.mean({dims}, keepdim={keep})",
+        f"{{0}}.amax({dims}, keepdim={keep})",
+        f"{{0}}.amin({dims}, keepdim={keep})",
+        f"torch.softmax({{0}}, {d})",
+        f"torch.log_softmax({{0}}, {d})",
+        f"torch.logsumexp({{0}}, {d}, keepdim={keep})",
+        f"torch.cumsum({{0}}, {d})",
+        f"{{0}}.var({d}, correction=0, keepdim={keep})",
+        f"torch.std({{0}} + 1, {d}, correction=0, keepdim={keep}) + 0"
+        if x.shape[d] > 2
+        else f"{{0}}.sum({d})",
+        "F.layer_norm({0}, {0}.shape[-1:])",
+        f"({{0}} - {{0}}.mean({d}, keepdim=True))",
+        f"{{0}}.sum({d}, dtype=torch.float32)",
         f"torch.prod({{0}}.clamp(0.5, 1.5), {d})" if x.shape[d] < 20 else f"{{0}}.sum({d})",
-        f"F.normalize({{0}} + 0.1, dim={d})", f"torch.cumprod({{0}}.clamp(0.5, 1.4), {d})" if x.shape[d] < 20 else f"{{0}}.sum({d})",
-        f"torch.linalg.vector_norm({{0}}.abs() + 1, dim={d})", "F.rms_norm({0}, {0}.shape[-1:])", f"torch.nansum({{0}}, {d})")
+        f"F.normalize({{0}} + 0.1, dim={d})",
+        f"torch.cumprod({{0}}.clamp(0.5, 1.4), {d})" if x.shape[d] < 20 else f"{{0}}.sum({d})",
+        f"torch.linalg.vector_norm({{0}}.abs() + 1, dim={d})",
+        "F.rms_norm({0}, {0}.shape[-1:])",
+        f"torch.nansum({{0}}, {d})",
+    )
 
 
 def _reduce_exact(rng: random.Random, t: list[torch.Tensor]) -> Answer:
@@ -164,37 +314,87 @@ def _reduce_exact(rng: random.Random, t: list[torch.Tensor]) -> Answer:
         return None
     d, keep = _dim(rng, x), rng.choice(("True", "False"))
     if x.dtype == torch.bool:
-        return _one_of(rng, f"{{0}}.any({d}, keepdim={keep})", f"{{0}}.all({d})", "{0}.all()", "{0}.any()", f"{{0}}.sum({d})",
-                       f"torch.cumsum({{0}}, {d})")
+        return _one_of(
+            rng,
+            f"{{0}}.any({d}, keepdim={keep})",
+            f"{{0}}.all({d})",
+            "{0}.all()",
+            "{0}.any()",
+            f"{{0}}.sum({d})",
+            f"torch.cumsum({{0}}, {d})",
+        )
     if is_int(x):
-        return _one_of(rng, f"{{0}}.sum({d}, keepdim={keep})", "{0}.sum()", f"{{0}}.amax({d})", f"torch.cumsum({{0}}, {d})",
-                       f"({{0}} % 3).prod({d})", f"torch.cummax({{0}}, {d})[0]", f"torch.argmin({{0}}, {d})")
-    return _one_of(rng, f"torch.argmax({{0}}, {d}, keepdim={keep})", f"torch.argmin({{0}}, {d})", f"torch.count_nonzero({{0}}, {d})",
-                   f"torch.cummax({{0}}, {d})[0]", f"torch.sort({{0}}, {d})[0]", f"{{0}}.max({d})[0]", f"{{0}}.any({d})",
-                   f"torch.argsort({{0}}, {d}, stable=True)", f"torch.median({{0}}, {d})[0]" if x.shape[d] % 2 else f"{{0}}.amin({d})",
-                   "torch.aminmax({0})[1]")
+        return _one_of(
+            rng,
+            f"{{0}}.sum({d}, keepdim={keep})",
+            "{0}.sum()",
+            f"{{0}}.amax({d})",
+            f"torch.cumsum({{0}}, {d})",
+            f"({{0}} % 3).prod({d})",
+            f"torch.cummax({{0}}, {d})[0]",
+            f"torch.argmin({{0}}, {d})",
+        )
+    return _one_of(
+        rng,
+        f"torch.argmax({{0}}, {d}, keepdim={keep})",
+        f"torch.argmin({{0}}, {d})",
+        f"torch.count_nonzero({{0}}, {d})",
+        f"torch.cummax({{0}}, {d})[0]",
+        f"torch.sort({{0}}, {d})[0]",
+        f"{{0}}.max({d})[0]",
+        f"{{0}}.any({d})",
+        f"torch.argsort({{0}}, {d}, stable=True)",
+        f"torch.median({{0}}, {d})[0]" if x.shape[d] % 2 else f"{{0}}.amin({d})",
+        "torch.aminmax({0})[1]",
+    )
 
 
 # ---- views and joins ----
+
 
 def _view(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     x = t[0]
     if x.dim() == 0:
         return _one_of(rng, "{0}.unsqueeze(0)", "{0}.reshape(1, 1)", "{0}.expand(3)", "{0}.view(1)")
     d, e = _dim(rng, x), _dim(rng, x)
-    texts = [f"{{0}}.transpose({d}, {e})", "{0}.reshape(-1)", f"{{0}}.unsqueeze({d})", f"{{0}}.flip({d})", f"torch.roll({{0}}, 1, {d})",
-             f"{{0}}.movedim({d}, {e})", f"{{0}}.unsqueeze({d}).squeeze({d})"]
+    texts = [
+        f"{{0}}.transpose({d}, {e})",
+        "{0}.reshape(-1)",
+        f"{{0}}.unsqueeze({d})",
+        f"{{0}}.flip({d})",
+        f"torch.roll({{0}}, 1, {d})",
+        f"{{0}}.movedim({d}, {e})",
+        f"{{0}}.unsqueeze({d}).squeeze({d})",
+    ]
     if x.dim() > 1:
-        texts += ["{0}.flatten(0, 1)", "{0}.flatten()", "{0}.mT", "{0}.reshape({0}.shape[-1], -1)" if x.numel() else "{0}.mT",
-                  f"{{0}}.select({d}, 0)" if x.shape[d] else "{0}.mT", "{0}.diagonal()"]
+        texts += [
+            "{0}.flatten(0, 1)",
+            "{0}.flatten()",
+            "{0}.mT",
+            "{0}.reshape({0}.shape[-1], -1)" if x.numel() else "{0}.mT",
+            f"{{0}}.select({d}, 0)" if x.shape[d] else "{0}.mT",
+            "{0}.diagonal()",
+        ]
     if x.shape[d] > 2:
         at = ", ".join([":"] * (d % x.dim()))
         at = at + ", " if at else ""
-        texts += [f"{{0}}[{at}1:]", f"{{0}}[{at}::2]", f"{{0}}[{at}1:-1]", f"{{0}}.narrow({d}, 1, 2)", f"{{0}}.chunk(2, {d})[0]",
-                  f"{{0}}.chunk(2, {d})[1]", f"{{0}}.split(2, {d})[-1]", f"{{0}}.unfold({d}, 2, 1)", f"{{0}}[{at}-2]",
-                  f"{{0}}.tensor_split(2, {d})[1]"]
+        texts += [
+            f"{{0}}[{at}1:]",
+            f"{{0}}[{at}::2]",
+            f"{{0}}[{at}1:-1]",
+            f"{{0}}.narrow({d}, 1, 2)",
+            f"{{0}}.chunk(2, {d})[0]",
+            f"{{0}}.chunk(2, {d})[1]",
+            f"{{0}}.split(2, {d})[-1]",
+            f"{{0}}.unfold({d}, 2, 1)",
+            f"{{0}}[{at}-2]",
+            f"{{0}}.tensor_split(2, {d})[1]",
+        ]
     if x.shape[d] == 1:
-        texts += [f"{{0}}.squeeze({d})", f"{{0}}.expand({', '.join('4' if i == d % x.dim() else '-1' for i in range(x.dim()))})"]
+        texts += [
+            f"{{0}}.squeeze({d})",
+            f"{{0}}.expand({', '.join('4' if i == d % x.dim() else '-1' for i in range(x.dim()))})",
+        ]
     if x.shape[d] and x.shape[d] % 2 == 0:
         texts += [f"{{0}}.unflatten({d}, (2, -1))", f"{{0}}.unflatten({d}, (-1, 2))"]
     return rng.choice(texts)
@@ -205,8 +405,14 @@ def _data_movement(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     if x.dim() == 0:
         return "{0}.repeat(3)"
     d = _dim(rng, x)
-    texts = [f"torch.cat([{{0}}, {{0}}], {d})", f"torch.stack([{{0}}, {{0}}], {d})", f"{{0}}.repeat_interleave(2, {d})",
-             "F.pad({0}, (1, 2))", "F.pad({0}, (0, 1), value=1)", f"torch.cat([{{0}}.narrow({d}, 0, 1), {{0}}], {d})"]
+    texts = [
+        f"torch.cat([{{0}}, {{0}}], {d})",
+        f"torch.stack([{{0}}, {{0}}], {d})",
+        f"{{0}}.repeat_interleave(2, {d})",
+        "F.pad({0}, (1, 2))",
+        "F.pad({0}, (0, 1), value=1)",
+        f"torch.cat([{{0}}.narrow({d}, 0, 1), {{0}}], {d})",
+    ]
     if x.dim() > 1:
         texts += ["torch.tril({0})", "torch.triu({0}, 1)", "F.pad({0}, (1, 0, 0, 2))"]
     if x.dim() in (2, 3) and x.shape[-1] > 2 and is_float(x):
@@ -226,10 +432,16 @@ def _join(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     d = differing[0] if differing else _dim(rng, a)
     if differing:
         return f"torch.cat([{{0}}, {{1}}], {d})"
-    return _one_of(rng, f"torch.cat([{{0}}, {{1}}], {d})", f"torch.cat([{{1}}, {{0}}, {{1}}], {d})", f"torch.stack([{{0}}, {{1}}], {d})")
+    return _one_of(
+        rng,
+        f"torch.cat([{{0}}, {{1}}], {d})",
+        f"torch.cat([{{1}}, {{0}}, {{1}}], {d})",
+        f"torch.stack([{{0}}, {{1}}], {d})",
+    )
 
 
 # ---- indexing ----
+
 
 def _index(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     x, i = t
@@ -242,10 +454,14 @@ def _index(rng: random.Random, t: list[torch.Tensor]) -> Answer:
         texts += [f"{{0}}.index_select({d}, {safe})", "{0}[{1} % {0}.shape[0]]"]
         if x.dim() == 2:
             texts += ["F.embedding(({1} % {0}.shape[0]).to(torch.int64), {0})"]
-        texts += ["torch.zeros_like({0}).index_add(0, ({1} % {0}.shape[0]).to(torch.int64), {0}[{1} % {0}.shape[0]])"]
+        texts += [
+            "torch.zeros_like({0}).index_add(0, ({1} % {0}.shape[0]).to(torch.int64), {0}[{1} % {0}.shape[0]])"
+        ]
     if i.dim() <= 2:
         texts += ["{0}[{1} % {0}.shape[0]]", "{0}[..., {1} % {0}.shape[-1]]"]
-    if i.dim() == x.dim() and all(a <= b for k, (a, b) in enumerate(zip(i.shape, x.shape, strict=True)) if k != d % x.dim()):
+    if i.dim() == x.dim() and all(
+        a <= b for k, (a, b) in enumerate(zip(i.shape, x.shape, strict=True)) if k != d % x.dim()
+    ):
         texts += [f"{{0}}.gather({d}, {safe})"] * 3
         if all(a <= b for a, b in zip(i.shape, x.shape, strict=True)):
             texts += [f"torch.zeros_like({{0}}).scatter_add({d}, {safe}, {{0}})"]
@@ -254,17 +470,28 @@ def _index(rng: random.Random, t: list[torch.Tensor]) -> Answer:
 
 # ---- contractions ----
 
+
 def _matmul(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     a, b = t
     if a.dtype != b.dtype or not is_float(a) or 0 in a.shape or 0 in b.shape:
         return None
     if a.dim() >= 1 and b.dim() == 2 and a.shape[-1] == b.shape[1] and rng.random() < 0.5:
-        return _one_of(rng, "F.linear({0}, {1})", "F.relu(F.linear({0}, {1}))", "{0} @ {1}.mT", "F.linear({0}, {1}, {1}[:, 0])")
+        return _one_of(
+            rng,
+            "F.linear({0}, {1})",
+            "F.relu(F.linear({0}, {1}))",
+            "{0} @ {1}.mT",
+            "F.linear({0}, {1}, {1}[:, 0])",
+        )
     if a.dim() >= 1 and b.dim() >= 1 and a.shape[-1] == b.shape[-2 if b.dim() > 1 else -1]:
         return _one_of(rng, "{0} @ {1}", "torch.matmul({0}, {1}) * 0.5")
     if a.dim() == b.dim() >= 2 and a.shape[-1] == b.shape[-1] and a.shape[:-2] == b.shape[:-2]:
-        return _one_of(rng, "{0} @ {1}.mT", "torch.softmax({0} @ {1}.mT, -1) @ {1}", "F.scaled_dot_product_attention({0}, {1}, {1})"
-                       if a.dim() >= 3 else "{0} @ {1}.mT")
+        return _one_of(
+            rng,
+            "{0} @ {1}.mT",
+            "torch.softmax({0} @ {1}.mT, -1) @ {1}",
+            "F.scaled_dot_product_attention({0}, {1}, {1})" if a.dim() >= 3 else "{0} @ {1}.mT",
+        )
     return None
 
 
@@ -272,22 +499,48 @@ def _spatial(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     x = t[0]
     if x.dim() != 4 or not is_float(x) or min(x.shape[-2:]) < 3 or x.dtype == torch.float16:
         return None
-    return _one_of(rng, "F.max_pool2d({0}, 2)", "F.avg_pool2d({0}, 2)", "F.avg_pool2d({0}, 3, 1, 1)", "F.adaptive_avg_pool2d({0}, 1)",
-                   "F.interpolate({0}, scale_factor=2)", "F.max_pool2d({0}, 3, 2, 1)", "{0}.mean((-1, -2))",
-                   "F.conv2d({0}, torch.ones(2, {0}.shape[1], 3, 3, dtype={0}.dtype), padding=1)")
+    return _one_of(
+        rng,
+        "F.max_pool2d({0}, 2)",
+        "F.avg_pool2d({0}, 2)",
+        "F.avg_pool2d({0}, 3, 1, 1)",
+        "F.adaptive_avg_pool2d({0}, 1)",
+        "F.interpolate({0}, scale_factor=2)",
+        "F.max_pool2d({0}, 3, 2, 1)",
+        "{0}.mean((-1, -2))",
+        "F.conv2d({0}, torch.ones(2, {0}.shape[1], 3, 3, dtype={0}.dtype), padding=1)",
+    )
 
 
 # ---- writes ----
 
+
 def _write(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     x = t[0]
     if not is_float(x):
-        return _one_of(rng, "{0}.add_(1)", "{0}.zero_()", "{0}[..., :1] = 2") if is_int(x) and x.dim() else None
-    texts = ["{0}.mul_(0.5)", "{0}.add_(1)", "{0}.relu_()", "{0}.neg_()", "{0}.clamp_(-1, 1)", "{0}.tanh_()", "{0}.zero_()"]
+        return (
+            _one_of(rng, "{0}.add_(1)", "{0}.zero_()", "{0}[..., :1] = 2") if is_int(x) and x.dim() else None
+        )
+    texts = [
+        "{0}.mul_(0.5)",
+        "{0}.add_(1)",
+        "{0}.relu_()",
+        "{0}.neg_()",
+        "{0}.clamp_(-1, 1)",
+        "{0}.tanh_()",
+        "{0}.zero_()",
+    ]
     if x.dim():
-        texts += ["{0}[..., 0] = 0.5", "{0}[..., :1].mul_(2)", "{0}[0].add_(1)" if x.shape[0] else "{0}.neg_()", "{0}.fill_(0.25)",
-                  "{0}.select(-1, -1).copy_({0}.select(-1, 0))" if x.shape[-1] else "{0}.neg_()", "{0}[..., 1:].sub_(1)",
-                  "{0}.transpose(0, -1)[:1].fill_(3)", "{0}.masked_fill_({0} > {0} - 1, 0.5)"]
+        texts += [
+            "{0}[..., 0] = 0.5",
+            "{0}[..., :1].mul_(2)",
+            "{0}[0].add_(1)" if x.shape[0] else "{0}.neg_()",
+            "{0}.fill_(0.25)",
+            "{0}.select(-1, -1).copy_({0}.select(-1, 0))" if x.shape[-1] else "{0}.neg_()",
+            "{0}[..., 1:].sub_(1)",
+            "{0}.transpose(0, -1)[:1].fill_(3)",
+            "{0}.masked_fill_({0} > {0} - 1, 0.5)",
+        ]
     return rng.choice(texts)
 
 
@@ -296,8 +549,14 @@ def _write_from(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     if not is_float(x) or not is_float(y):
         return None
     if x.shape == y.shape:
-        return _one_of(rng, "{0}.copy_({1})", "{0}.add_({1})", "{0}.mul_({1})", "{0}[...] = {1}", "{0}.addcmul_({1}, {1})" if x.dtype ==
-                       y.dtype else "{0}.copy_({1})")
+        return _one_of(
+            rng,
+            "{0}.copy_({1})",
+            "{0}.add_({1})",
+            "{0}.mul_({1})",
+            "{0}[...] = {1}",
+            "{0}.addcmul_({1}, {1})" if x.dtype == y.dtype else "{0}.copy_({1})",
+        )
     if y.dim() <= x.dim() and broadcast(x, y) and torch.broadcast_shapes(x.shape, y.shape) == x.shape:
         return _one_of(rng, "{0}.add_({1})", "{0}.copy_({1})", "{0}.sub_({1})")
     return None
@@ -307,10 +566,22 @@ def _factory(rng: random.Random, t: list[torch.Tensor]) -> Answer:
     x = t[0]
     if x.dim() == 0:
         return _one_of(rng, "torch.zeros_like({0})", "torch.full((3,), 1.5)", "torch.arange(4)")
-    return _one_of(rng, "torch.arange({0}.shape[0])", "torch.zeros_like({0})", "torch.ones({0}.shape[-1])", "torch.full_like({0}, 2)",
-                   "torch.eye({0}.shape[-1])", "torch.arange({0}.shape[-1], dtype=torch.float32) * 0.125", "torch.linspace(0, 1, {0}.shape[0])",
-                   "torch.full(({0}.shape[0], 2), 0.5)", "torch.tensor([0.5, 1.5, -2.0])", "torch.ones({0}.shape, dtype=torch.bool).tril()"
-                   if x.dim() > 1 else "torch.ones({0}.shape[0], dtype=torch.int64)", "{0}.shape[0] * torch.ones(2)")
+    return _one_of(
+        rng,
+        "torch.arange({0}.shape[0])",
+        "torch.zeros_like({0})",
+        "torch.ones({0}.shape[-1])",
+        "torch.full_like({0}, 2)",
+        "torch.eye({0}.shape[-1])",
+        "torch.arange({0}.shape[-1], dtype=torch.float32) * 0.125",
+        "torch.linspace(0, 1, {0}.shape[0])",
+        "torch.full(({0}.shape[0], 2), 0.5)",
+        "torch.tensor([0.5, 1.5, -2.0])",
+        "torch.ones({0}.shape, dtype=torch.bool).tril()"
+        if x.dim() > 1
+        else "torch.ones({0}.shape[0], dtype=torch.int64)",
+        "{0}.shape[0] * torch.ones(2)",
+    )
 
 
 RULES: tuple[Rule, ...] = (

@@ -3,6 +3,7 @@
 The yardstick is Monte Carlo arithmetic: the fp64 reference is run several times with every rounding statement's result moved by
 one eps of the dtype the program computes in. How far results then wander is what rounding alone may do to this program.
 """
+
 from __future__ import annotations
 
 import random
@@ -18,9 +19,9 @@ from . import tolerance
 from .fuzz_ops import RULES, Rule
 from .outcome import cotangent
 
-LARGEST = 20_000          # elements of one tensor
-RUNS = 6                  # of the noisy reference
-SLACK = 4.0               # how many times the widest wandering is allowed
+LARGEST = 20_000  # elements of one tensor
+RUNS = 6  # of the noisy reference
+SLACK = 4.0  # how many times the widest wandering is allowed
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
 
 
@@ -48,7 +49,13 @@ class Input:
         if self.layout == "expanded" and shape:
             shape = (1, *shape[1:])
         values = torch.randint(-16, 17, shape, generator=g)
-        x = values.to(dtype) / 8 if dtype.is_floating_point else values > 0 if dtype == torch.bool else values.to(dtype)
+        x = (
+            values.to(dtype) / 8
+            if dtype.is_floating_point
+            else values > 0
+            if dtype == torch.bool
+            else values.to(dtype)
+        )
         if self.layout == "strided":
             x = x[tuple(slice(1, None, 2) for _ in shape)]
         elif self.layout == "transposed":
@@ -59,7 +66,9 @@ class Input:
 
     def source(self, seed: int) -> str:
         """Python that makes it, for a script that stands alone."""
-        dims = f"{tuple(self.shape)}" if self.layout != "strided" else f"{tuple(2 * s + 1 for s in self.shape)}"
+        dims = (
+            f"{tuple(self.shape)}" if self.layout != "strided" else f"{tuple(2 * s + 1 for s in self.shape)}"
+        )
         if self.layout == "expanded" and self.shape:
             dims = f"{(1, *self.shape[1:])}"
         text = f"torch.randint(-16, 17, {dims}, generator=torch.Generator().manual_seed({seed}))"
@@ -149,7 +158,10 @@ def run(f: Any, p: Program, args: list[torch.Tensor]) -> Result:
 
 # ---- the yardstick ----
 
-def reference(p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtype], push_seed: int) -> Result | None:
+
+def reference(
+    p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtype], push_seed: int
+) -> Result | None:
     """The program in fp64; push_seed > 0: with noise of one eps after every rounding statement."""
     g = torch.Generator().manual_seed(push_seed)
 
@@ -159,7 +171,10 @@ def reference(p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtyp
         eps = torch.finfo(dtypes[name]).eps
         return x * (1 + eps * (torch.randint(0, 2, x.shape, generator=g) * 2 - 1))
 
-    wide = [a.detach().to(torch.float64).requires_grad_(a.requires_grad) if a.dtype.is_floating_point else a for a in args]
+    wide = [
+        a.detach().to(torch.float64).requires_grad_(a.requires_grad) if a.dtype.is_floating_point else a
+        for a in args
+    ]
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -184,7 +199,11 @@ def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]
     for s in p.body:
         call = s.text.format(*s.args)
         text.append("    " + (f"{s.out} = push({call}, {s.out!r})" if s.out is not None else call))
-    run(function("\n".join([*text, lines[-1]]), push=push), replace(p, gradient=False), [a.detach() for a in args])
+    run(
+        function("\n".join([*text, lines[-1]]), push=push),
+        replace(p, gradient=False),
+        [a.detach() for a in args],
+    )
     return seen
 
 
@@ -213,9 +232,15 @@ def differs(p: Program, second: bool, eager: Result, actual: Result) -> Finding 
                     return Finding(kind, f"{kind} {i}: one is None")
                 continue
             if a.dtype != e.dtype or a.shape != e.shape:
-                return Finding("metadata", f"{kind} {i}: compiled {a.dtype} {tuple(a.shape)}, eager {e.dtype} {tuple(e.shape)}")
+                return Finding(
+                    "metadata",
+                    f"{kind} {i}: compiled {a.dtype} {tuple(a.shape)}, eager {e.dtype} {tuple(e.shape)}",
+                )
             if part == 0 and _strides(a) != _strides(e):
-                return Finding("metadata", f"result {i}: strides compiled {a.stride()}, eager {e.stride()} of {tuple(e.shape)}")
+                return Finding(
+                    "metadata",
+                    f"result {i}: strides compiled {a.stride()}, eager {e.stride()} of {tuple(e.shape)}",
+                )
             if tolerance.same_bits(a, e):
                 continue
             why = _unexplained(a, e, [r[part][i] if r is not None else None for r in noise()])
@@ -233,7 +258,7 @@ def _unexplained(a: torch.Tensor, e: torch.Tensor, runs: Sequence[torch.Tensor |
     if not a.dtype.is_floating_point:
         return tolerance.judge(a, e, None, "elementwise")
     if len(known) < 2 or runs[0] is None:
-        return tolerance.judge(a, e, None, "accumulating", lambda: (e.double().abs() * 0.01))
+        return tolerance.judge(a, e, None, "accumulating", lambda: e.double().abs() * 0.01)
     ref = known[0].double()
     wander = torch.stack([(r.double() - ref).abs() for r in known[1:]]).amax(0)
     # An element that noise turns into NaN or infinity, or throws about by its own size, cannot be judged.
@@ -247,11 +272,20 @@ def _unexplained(a: torch.Tensor, e: torch.Tensor, runs: Sequence[torch.Tensor |
     gap = (a.double() - ref).abs()
     theirs = (e.double() - ref).abs()
     eps = torch.finfo(a.dtype).eps
-    bound = 2 * float(theirs.nan_to_num(0, 0, 0).max()) + extra + tolerance.ULPS[a.dtype] * eps * float(ref.abs().max())
-    return f"{why} (rounding may move it by {spread:.3g})" if float(gap.nan_to_num(1e300).max()) > bound else None
+    bound = (
+        2 * float(theirs.nan_to_num(0, 0, 0).max())
+        + extra
+        + tolerance.ULPS[a.dtype] * eps * float(ref.abs().max())
+    )
+    return (
+        f"{why} (rounding may move it by {spread:.3g})"
+        if float(gap.nan_to_num(1e300).max()) > bound
+        else None
+    )
 
 
 # ---- generating ----
+
 
 def generate(seed: int, largest: int = 14) -> Program:
     """A random program that eager runs, at both sizes if it is dynamic."""
@@ -269,7 +303,7 @@ def generate(seed: int, largest: int = 14) -> Program:
 def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, int]]:
     dims = rng.sample(SIZES, 3)
     main = rng.choice(("float32", "float32", "float32", "bfloat16", "float64", "float16"))
-    inputs = []
+    inputs: list[Input] = []
     for n in range(rng.randint(1, 4)):
         rank = rng.choice((0, 1, 2, 2, 2, 3, 3, 4))
         shape = tuple(rng.choice(dims) for _ in range(rank))
@@ -279,7 +313,11 @@ def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, 
             shape = inputs[0].shape
         if rng.random() < 0.03 and shape:
             shape = (0, *shape[1:])
-        dtype = main if n == 0 or rng.random() < 0.7 else rng.choice(("int64", "int32", "bool", "float32", "bfloat16", "uint8"))
+        dtype = (
+            main
+            if n == 0 or rng.random() < 0.7
+            else rng.choice(("int64", "int32", "bool", "float32", "bfloat16", "uint8"))
+        )
         layout = rng.choice(("contiguous",) * 6 + ("transposed", "strided", "expanded"))
         grad = gradient and "float" in dtype and rng.random() < 0.8
         inputs.append(Input(f"x{n}", shape, dtype, layout, grad))
@@ -307,8 +345,15 @@ def _generate(seed: int, rng: random.Random, largest: int) -> Program:
     outputs = [v for v in made if v not in used or rng.random() < 0.15]
     if rng.random() < 0.1:
         outputs.append(rng.choice([i.name for i in inputs]))
-    p = Program(seed, tuple(inputs), tuple(body), tuple(outputs or made[-1:]), dynamic, gradient,
-                tuple(tuple(other.get(d, d) for d in i.shape) for i in inputs))
+    p = Program(
+        seed,
+        tuple(inputs),
+        tuple(body),
+        tuple(outputs or made[-1:]),
+        dynamic,
+        gradient,
+        tuple(tuple(other.get(d, d) for d in i.shape) for i in inputs),
+    )
     first = run(function(p.source()), p, inputs_of(p))
     if any(not torch.isfinite(o.double()).all() for o in first[0]):
         raise Invalid("not finite")
@@ -317,12 +362,15 @@ def _generate(seed: int, rng: random.Random, largest: int) -> Program:
     return p
 
 
-def _statement(rng: random.Random, env: dict[str, torch.Tensor], exact: dict[str, bool], grads: set[str],
-               name: str) -> Statement | None:
+def _statement(
+    rng: random.Random, env: dict[str, torch.Tensor], exact: dict[str, bool], grads: set[str], name: str
+) -> Statement | None:
     rule: Rule = rng.choices(RULES, [r.weight for r in RULES])[0]
     names = list(env)
     # Recent variables oftener: deep graphs rather than wide ones.
-    picked = [rng.choice(names[-5:]) if rng.random() < 0.6 else rng.choice(names) for _ in range(rule.operands)]
+    picked = [
+        rng.choice(names[-5:]) if rng.random() < 0.6 else rng.choice(names) for _ in range(rule.operands)
+    ]
     if rule.inplace and picked[0] in grads:
         return None
     tensors = [env[v] for v in picked]
@@ -332,14 +380,23 @@ def _statement(rng: random.Random, env: dict[str, torch.Tensor], exact: dict[str
     if text is None:
         return None
     saved = {k: v.clone() for k, v in env.items()} if rule.inplace else {}
-    s = Statement(None if rule.inplace else name, text, tuple(picked), not rule.inplace and not (
-        rule.exact and all(exact[v] for v in picked)) and rule.name != "view", rule.name)
+    s = Statement(
+        None if rule.inplace else name,
+        text,
+        tuple(picked),
+        not rule.inplace and not (rule.exact and all(exact[v] for v in picked)) and rule.name != "view",
+        rule.name,
+    )
     try:
-        f = function(f"def f({', '.join(env)}):\n    {s.source()}\n    return ({name if s.out else picked[0]},)")
+        f = function(
+            f"def f({', '.join(env)}):\n    {s.source()}\n    return ({name if s.out else picked[0]},)"
+        )
         result = f(**env)[0]
         bad = not isinstance(result, torch.Tensor) or result.numel() > LARGEST or result.dim() > 5
         limit = 200 if result.dtype == torch.float16 else 1e4
-        bad = bad or (result.dtype.is_floating_point and result.numel() and not bool((result.abs() < limit).all()))
+        bad = bad or (
+            result.dtype.is_floating_point and result.numel() and not bool((result.abs() < limit).all())
+        )
     except (RuntimeError, IndexError, ValueError, TypeError):
         bad = True
     if bad:
@@ -361,7 +418,16 @@ def _statement(rng: random.Random, env: dict[str, torch.Tensor], exact: dict[str
     exact[name] = not s.noisy if not result.dtype.is_floating_point or rule.exact else False
     if not result.dtype.is_floating_point:
         exact[name] = True
-    elif rule.name in ("view", "data_movement", "join", "unary_exact", "binary_exact", "jump", "reduce_exact", "masked"):
+    elif rule.name in (
+        "view",
+        "data_movement",
+        "join",
+        "unary_exact",
+        "binary_exact",
+        "jump",
+        "reduce_exact",
+        "masked",
+    ):
         exact[name] = all(exact[v] for v in picked)
     elif rule.name == "factory":
         exact[name] = True

@@ -1,4 +1,5 @@
 """Make a failing program small: every step is tried, and kept where the program still fails in the same way."""
+
 from __future__ import annotations
 
 import re
@@ -46,18 +47,22 @@ def candidates(p: Program) -> Iterator[Program]:
             yield tidy(replace(p, outputs=(s.out,)))
     for n, i in enumerate(p.inputs):
         for simpler in _simpler(i):
-            yield replace(p, inputs=(*p.inputs[:n], simpler, *p.inputs[n + 1:]))
+            yield replace(p, inputs=(*p.inputs[:n], simpler, *p.inputs[n + 1 :]))
     for size in sorted({d for i in p.inputs for d in i.shape if d > 1}, reverse=True):
         for to in (1, 2, size // 2, size - 1):
             if 1 <= to < size:
-                yield replace(p, inputs=tuple(replace(i, shape=tuple(to if d == size else d for d in i.shape))
-                                              for i in p.inputs))
+                yield replace(
+                    p,
+                    inputs=tuple(
+                        replace(i, shape=tuple(to if d == size else d for d in i.shape)) for i in p.inputs
+                    ),
+                )
 
 
 def _without(p: Program, at: int, shapes: dict[str, tuple[tuple[int, ...], str]]) -> Iterator[Program]:
     """Statement `at` gone: its result replaced by an operand, or by a new input."""
     s = p.body[at]
-    rest = (*p.body[:at], *p.body[at + 1:])
+    rest = (*p.body[:at], *p.body[at + 1 :])
     if s.out is None:
         yield tidy(replace(p, body=rest))
         return
@@ -155,31 +160,64 @@ def _renamed(p: Program) -> Program:
     names = {i.name: f"x{n}" for n, i in enumerate(p.inputs)}
     made = [s.out for s in p.body if s.out is not None]
     names |= {v: f"v{n}" for n, v in enumerate(made)}
-    body = tuple(replace(s, out=None if s.out is None else names[s.out], args=tuple(names[a] for a in s.args)) for s in p.body)
-    return replace(p, body=body, inputs=tuple(replace(i, name=names[i.name]) for i in p.inputs),
-                   outputs=tuple(names[o] for o in p.outputs))
+    body = tuple(
+        replace(s, out=None if s.out is None else names[s.out], args=tuple(names[a] for a in s.args))
+        for s in p.body
+    )
+    return replace(
+        p,
+        body=body,
+        inputs=tuple(replace(i, name=names[i.name]) for i in p.inputs),
+        outputs=tuple(names[o] for o in p.outputs),
+    )
 
 
 def script(p: Program, backend: str, second: bool, finding: str) -> str:
     """A program that shows the fault and needs nothing but torch and the backend."""
-    inputs = p.inputs if not second else tuple(replace(i, shape=s) for i, s in zip(p.inputs, p.sizes2, strict=True))
+    inputs = (
+        p.inputs
+        if not second
+        else tuple(replace(i, shape=s) for i, s in zip(p.inputs, p.sizes2, strict=True))
+    )
 
     def made(which: tuple[Input, ...]) -> str:
         return "\n".join(f"        {i.source(p.seed * 100 + n)}," for n, i in enumerate(which))
 
     body = re.sub(r"\bF\.", "torch.nn.functional.", p.source())
-    lines = ["import torch", "", f"# {finding}", "", body, "", "", "def inputs():", "    return [", made(inputs), "    ]", ""]
+    lines = [
+        "import torch",
+        "",
+        f"# {finding}",
+        "",
+        body,
+        "",
+        "",
+        "def inputs():",
+        "    return [",
+        made(inputs),
+        "    ]",
+        "",
+    ]
     if second:
         lines += ["", "def first_inputs():", "    return [", made(p.inputs), "    ]", ""]
     lines += ["", f"compiled = torch.compile(f, backend={backend!r}, dynamic={p.dynamic})"]
     if second:
         lines += ["compiled(*first_inputs())"]
-    lines += ["with torch.set_grad_enabled(%s):" % p.gradient, "    expected, args = f(*(a := inputs())), a",
-              "    actual, args2 = compiled(*(b := inputs())), b"]
+    lines += [
+        "with torch.set_grad_enabled(%s):" % p.gradient,
+        "    expected, args = f(*(a := inputs())), a",
+        "    actual, args2 = compiled(*(b := inputs())), b",
+    ]
     if p.gradient:
-        lines += ["for name, outs, given in (('eager', expected, args), ('compiled', actual, args2)):",
-                  "    sum(o.double().sum() for o in outs if o.requires_grad).backward()",
-                  "    print(name, 'gradients', [g.grad for g in given])"]
-    lines += ["for e, a in zip(expected, actual):", "    print('eager   ', e.dtype, tuple(e.shape), e.stride(), e.detach().flatten()[:8])",
-              "    print('compiled', a.dtype, tuple(a.shape), a.stride(), a.detach().flatten()[:8])", ""]
+        lines += [
+            "for name, outs, given in (('eager', expected, args), ('compiled', actual, args2)):",
+            "    sum(o.double().sum() for o in outs if o.requires_grad).backward()",
+            "    print(name, 'gradients', [g.grad for g in given])",
+        ]
+    lines += [
+        "for e, a in zip(expected, actual):",
+        "    print('eager   ', e.dtype, tuple(e.shape), e.stride(), e.detach().flatten()[:8])",
+        "    print('compiled', a.dtype, tuple(a.shape), a.stride(), a.detach().flatten()[:8])",
+        "",
+    ]
     return "\n".join(lines)

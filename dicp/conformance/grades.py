@@ -2,6 +2,7 @@
 
 `grades.csv`: category, name, grade, kind (dense or sparse), operators (database names, spaces between), reason (why none).
 """
+
 from __future__ import annotations
 
 import csv
@@ -30,8 +31,12 @@ class Graded:
 def rows() -> tuple[Graded, ...]:
     """The whole list, in its own order."""
     with (Path(__file__).parent / "grades.csv").open(newline="") as f:
-        return tuple(Graded(r["category"], r["name"], r["grade"], r["kind"], tuple(r["operators"].split()), r["reason"])
-                     for r in csv.DictReader(f))
+        return tuple(
+            Graded(
+                r["category"], r["name"], r["grade"], r["kind"], tuple(r["operators"].split()), r["reason"]
+            )
+            for r in csv.DictReader(f)
+        )
 
 
 @functools.cache
@@ -52,9 +57,18 @@ def grade_of(name: str) -> str:
 
 
 PREFIXES = {
-    "nn.functional.": "Neural network", "linalg.": "Linalg", "fft.": "FFT", "special.": "Special functions",
-    "masked.": "Masked", "signal.": "Signal windows", "sparse.": "Sparse", "jiterator": "CUDA only",
-    "extra.": "Composite", "bitwise_": "Element-wise", "torch.": "Private", "_": "Private",
+    "nn.functional.": "Neural network",
+    "linalg.": "Linalg",
+    "fft.": "FFT",
+    "special.": "Special functions",
+    "masked.": "Masked",
+    "signal.": "Signal windows",
+    "sparse.": "Sparse",
+    "jiterator": "CUDA only",
+    "extra.": "Composite",
+    "bitwise_": "Element-wise",
+    "torch.": "Private",
+    "_": "Private",
 }
 
 

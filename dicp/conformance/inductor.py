@@ -1,7 +1,8 @@
 """Measure how Inductor takes each operator, and write `inductor.csv`: the second column of the report.
 
-    python -m dicp.conformance.inductor            a few minutes; nothing is built, lowering is all that is asked of Inductor
+python -m dicp.conformance.inductor            a few minutes; nothing is built, lowering is all that is asked of Inductor
 """
+
 from __future__ import annotations
 
 import csv
@@ -40,9 +41,11 @@ def _recording(found: list[tuple[str, str]]) -> Iterator[None]:
                 found.append(("generated", type(op).__name__))
         raise Lowered
 
-    with mock.patch.object(graph.GraphLowering, "codegen", stop), \
-            mock.patch.object(graph.GraphLowering, "codegen_with_cpp_wrapper", stop), \
-            torch._inductor.config.patch(force_disable_caches=True):
+    with (
+        mock.patch.object(graph.GraphLowering, "codegen", stop),
+        mock.patch.object(graph.GraphLowering, "codegen_with_cpp_wrapper", stop),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
         yield
 
 

@@ -3,6 +3,7 @@
 The database lives under `torch.testing._internal`: it ships in every wheel, and Inductor's own operator suite runs over
 it, but it takes seconds to import, so nothing here is imported before a run begins.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,10 +17,18 @@ import torch
 Kind = Literal["elementwise", "accumulating"]
 
 # The values of these results are whatever the memory held: only their metadata can be compared.
-UNDEFINED_VALUES = frozenset({
-    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
-    "resize_as_",
-})
+UNDEFINED_VALUES = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+    }
+)
 
 # Converting a NaN, an infinity or an out-of-range float to an integer is undefined in C++, in eager too.
 UNDEFINED_ON_SPECIAL = frozenset({"byte", "char", "int", "long", "short", "to"})
@@ -61,7 +70,9 @@ class Operator:
             yield from made
             return
         for s in self.info.sample_inputs(self.device, dtype, requires_grad=requires_grad):
-            yield Sample((s.input, *s.args), dict(s.kwargs), s.output_process_fn_grad, bool(s.broadcasts_input))
+            yield Sample(
+                (s.input, *s.args), dict(s.kwargs), s.output_process_fn_grad, bool(s.broadcasts_input)
+            )
 
 
 def _row(info: Any, device: str) -> Operator:
@@ -93,8 +104,9 @@ def _unseeded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def operators(device: str = "cpu") -> dict[str, Operator]:
     """Every operator of the database and of `extra.py` by its full name (`name` or `name.variant`), sorted."""
-    from .extra import EXTRA
     from torch.testing._internal import common_methods_invocations as database
+
+    from .extra import EXTRA
 
     # Random operators are wrapped to seed themselves, which breaks the graph before the operator is reached.
     # This suite seeds every call itself.

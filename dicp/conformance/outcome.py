@@ -1,4 +1,5 @@
 """What a call did, and whether two calls did the same: values, metadata, aliasing, mutation, gradients."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -62,8 +63,9 @@ def cotangent(out: torch.Tensor) -> torch.Tensor:
     return ((values * 64).round() / 64).to(out.dtype)
 
 
-def gradients(result: Any, process: Callable[[Any], Any], inputs: Sequence[torch.Tensor]) -> tuple[
-        torch.Tensor | None, ...]:
+def gradients(
+    result: Any, process: Callable[[Any], Any], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
     """d(result)/d(inputs) against `cotangent`, None for inputs that need none or are not reached."""
     outs = differentiable(result, process)
     wanted = [t for t in inputs if t.requires_grad]
@@ -81,8 +83,14 @@ def target(op: opdb.Operator, case: Case) -> Callable[..., Any]:
     return op.inplace
 
 
-def call(op: opdb.Operator, case: Case, tensors: Sequence[torch.Tensor], gradient: bool, seed: int = 0,
-         wide: bool = False) -> Outcome:
+def call(
+    op: opdb.Operator,
+    case: Case,
+    tensors: Sequence[torch.Tensor],
+    gradient: bool,
+    seed: int = 0,
+    wide: bool = False,
+) -> Outcome:
     """Run a case eagerly. In-place forms write to a copy where the input is a leaf that requires gradients."""
     args, kwargs, given = (case.args, case.kwargs, list(tensors)) if not wide else widen(case, tensors)
     used = list(given)
@@ -97,6 +105,7 @@ def call(op: opdb.Operator, case: Case, tensors: Sequence[torch.Tensor], gradien
 
 
 # ---- comparing ----
+
 
 def _storage(t: torch.Tensor) -> int | None:
     return t.untyped_storage()._cdata if t.layout == torch.strided else None
@@ -125,8 +134,11 @@ def _strides(t: torch.Tensor) -> tuple[int, ...]:
 
 def _metadata(a: torch.Tensor, e: torch.Tensor, what: str) -> Mismatch | None:
     for check, mine, theirs in (
-        ("dtype", a.dtype, e.dtype), ("shape", tuple(a.shape), tuple(e.shape)), ("type", a.layout, e.layout),
-        ("type", a.device, e.device), ("stride", _strides(a), _strides(e)),
+        ("dtype", a.dtype, e.dtype),
+        ("shape", tuple(a.shape), tuple(e.shape)),
+        ("type", a.layout, e.layout),
+        ("type", a.device, e.device),
+        ("stride", _strides(a), _strides(e)),
     ):
         if mine != theirs:
             if check == "stride":
@@ -144,8 +156,15 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
     return t.resolve_conj().resolve_neg()
 
 
-def compare(op: opdb.Operator, case: Case, eager: Outcome, actual: Outcome, gradient: bool,
-            fresh: Callable[[], list[torch.Tensor]], seed: int = 0) -> Mismatch | None:
+def compare(
+    op: opdb.Operator,
+    case: Case,
+    eager: Outcome,
+    actual: Outcome,
+    gradient: bool,
+    fresh: Callable[[], list[torch.Tensor]],
+    seed: int = 0,
+) -> Mismatch | None:
     """The first difference between a compiled call and the eager one, None where they agree."""
     if eager.structure != actual.structure:
         return Mismatch("structure", f"compiled returns {actual.structure}, eager {eager.structure}")
@@ -160,7 +179,9 @@ def compare(op: opdb.Operator, case: Case, eager: Outcome, actual: Outcome, grad
             continue
         wrong = _metadata(a, e, f"result {i}")
         if wrong is None and a.requires_grad != e.requires_grad:
-            wrong = Mismatch("type", f"result {i}: requires_grad compiled {a.requires_grad}, eager {e.requires_grad}")
+            wrong = Mismatch(
+                "type", f"result {i}: requires_grad compiled {a.requires_grad}, eager {e.requires_grad}"
+            )
         if wrong is not None:
             return wrong
         if op.name not in opdb.UNDEFINED_VALUES:
@@ -168,7 +189,9 @@ def compare(op: opdb.Operator, case: Case, eager: Outcome, actual: Outcome, grad
             if why is not None:
                 return Mismatch("value", f"result {i}: {why}")
     if _aliases(actual) != _aliases(eager):
-        return Mismatch("alias", f"(result, of, number, offset): compiled {_aliases(actual)}, eager {_aliases(eager)}")
+        return Mismatch(
+            "alias", f"(result, of, number, offset): compiled {_aliases(actual)}, eager {_aliases(eager)}"
+        )
     for i, (a, e) in enumerate(zip(actual.inputs, eager.inputs, strict=True)):
         wrong = _metadata(a, e, f"input {i} afterwards")
         why = None if wrong or op.name in opdb.UNDEFINED_VALUES else reference.judge(a, e, "inputs", i, kind)
@@ -203,8 +226,14 @@ def _near(a: object, e: object) -> bool:
 class Reference:
     """The fp64 run of a case, made when first needed, and its response to a small push of the inputs."""
 
-    def __init__(self, op: opdb.Operator, case: Case, gradient: bool, fresh: Callable[[], list[torch.Tensor]],
-                 seed: int) -> None:
+    def __init__(
+        self,
+        op: opdb.Operator,
+        case: Case,
+        gradient: bool,
+        fresh: Callable[[], list[torch.Tensor]],
+        seed: int,
+    ) -> None:
         self._op, self._case, self._gradient, self._fresh, self._seed = op, case, gradient, fresh, seed
         self._runs: dict[int, Outcome | None] = {}
 
@@ -228,7 +257,11 @@ class Reference:
     def _part(self, push: int, part: str, index: int, shape: torch.Size) -> torch.Tensor | None:
         run = self._run(push)
         leaves = getattr(run, part) if run is not None else ()
-        if index >= len(leaves) or not isinstance(leaves[index], torch.Tensor) or leaves[index].shape != shape:
+        if (
+            index >= len(leaves)
+            or not isinstance(leaves[index], torch.Tensor)
+            or leaves[index].shape != shape
+        ):
             return None
         return _dense(leaves[index])
 
@@ -244,8 +277,11 @@ class Reference:
             steps = [(m - ref).abs() for m in moved if m is not None and ref is not None]
             return torch.stack(steps).amax(0) if steps else None
 
-        sizes = [float(t.detach().abs().nan_to_num(0, 0, 0).max()) for t in self._fresh()
-                 if t.dtype.is_floating_point and t.numel() and t.layout == torch.strided]
+        sizes = [
+            float(t.detach().abs().nan_to_num(0, 0, 0).max())
+            for t in self._fresh()
+            if t.dtype.is_floating_point and t.numel() and t.layout == torch.strided
+        ]
         return tolerance.judge(a, e, ref, kind, wobble, max(sizes, default=0.0))
 
 

@@ -1,4 +1,5 @@
 """The HTML report: one self-contained page, sortable and filterable."""
+
 from __future__ import annotations
 
 import html
@@ -14,7 +15,8 @@ def page(report: reports.Report) -> str:
     data = json.dumps(reports.to_json(report), separators=(",", ":"))
     # "</script>" inside a string would end the script element.
     return template.replace("{{title}}", html.escape(f"{report.backend}: operator conformance")).replace(
-        "{{data}}", data.replace("</", "<\\/"))
+        "{{data}}", data.replace("</", "<\\/")
+    )
 
 
 def write_html(report: reports.Report, path: Path) -> None:

@@ -1,4 +1,5 @@
 """Which units a run consists of."""
+
 from __future__ import annotations
 
 import re
@@ -38,7 +39,8 @@ class Plan:
     def _all(self) -> Iterator[Unit]:
         pattern = re.compile(self.ops)
         shapes = ([False] if self.static else []) + ([True] if self.dynamic else [])
-        modes: list[Mode] = (["forward"] if self.forward else []) + (["gradient"] if self.gradient else [])  # type: ignore[list-item]
+        every: tuple[tuple[Mode, bool], ...] = (("forward", self.forward), ("gradient", self.gradient))
+        modes = [mode for mode, wanted in every if wanted]
         for op in opdb.operators(self.device).values():
             if not pattern.search(op.name):
                 continue
@@ -49,7 +51,9 @@ class Plan:
                         yield Unit(op.name, name, mode, dynamic, samples, self.device, self.case)
 
     def _dtypes(self, op: opdb.Operator, mode: Mode, dynamic: bool) -> list[str]:
-        wanted = self.dtypes or (GRADIENT_DTYPES if mode == "gradient" else DYNAMIC_DTYPES if dynamic else DTYPES)
+        wanted = self.dtypes or (
+            GRADIENT_DTYPES if mode == "gradient" else DYNAMIC_DTYPES if dynamic else DTYPES
+        )
         if mode == "gradient" and dynamic and not self.dtypes:
             wanted = ("float32",)
         able = op.grad_dtypes if mode == "gradient" else op.dtypes

@@ -1,4 +1,5 @@
 """The parent's side: worker processes that may crash or hang, each watched by a thread of this process."""
+
 from __future__ import annotations
 
 import json
@@ -16,7 +17,7 @@ from typing import IO, Any
 from .unit import CaseResult, Unit, UnitResult, from_json
 
 START_SECONDS = 120.0
-DEATHS_PER_UNIT = 3       # cases that may kill a worker before the rest of a unit is given up
+DEATHS_PER_UNIT = 3  # cases that may kill a worker before the rest of a unit is given up
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,12 @@ class Worker:
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "dicp.conformance.worker", backend, *modules],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **environment},
-            start_new_session=True)
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
         self._buffer = b""
         self.receive(START_SECONDS)
 
@@ -160,8 +165,12 @@ class _Attendant:
     def _alive(self) -> Worker:
         if self._worker is None:
             environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-            self._worker = Worker(self._pool.backend, self._pool.modules,
-                                  self._pool.log / f"worker{self._number}.log", environment)
+            self._worker = Worker(
+                self._pool.backend,
+                self._pool.modules,
+                self._pool.log / f"worker{self._number}.log",
+                environment,
+            )
         return self._worker
 
     def run(self, unit: Unit) -> UnitResult:

@@ -1,4 +1,5 @@
 """From unit results to what people and machines read: text, JSON, JUnit. The HTML page is page.py's."""
+
 from __future__ import annotations
 
 import csv
@@ -71,7 +72,9 @@ class Report:
     @property
     def ok(self) -> bool:
         """Nothing fails that is not in the table, nothing in the table passes, and every unit ran."""
-        return not self.unexpected_passes and not self.errors and all(f.status != "fail" for f in self.failures)
+        return (
+            not self.unexpected_passes and not self.errors and all(f.status != "fail" for f in self.failures)
+        )
 
     def count(self, what: str) -> int:
         """Total over operators of `passed`, `failed`, `xfailed`, `upstream` or `skipped`."""
@@ -115,18 +118,26 @@ def build(backend: str, results: Sequence[UnitResult], seconds: float, device: s
     failing: set[tuple[str, str]] = set()
     for name, units in sorted(by_operator.items()):
         report.operators.append(_operator(report, failing, opdb.find(name, device), units))
-    ran = {(r.key.split("|")[0], r.key.split("|")[1]) for r in results if any(c.status != "skip" for c in r.cases)}
+    ran = {
+        (r.key.split("|")[0], r.key.split("|")[1])
+        for r in results
+        if any(c.status != "skip" for c in r.cases)
+    }
     for op, dtypes, reason in expected.entries(backend):
         for dtype in sorted(dtypes):
             if (op, dtype) in ran and (op, dtype) not in failing:
-                report.unexpected_passes.append(f"{op} {dtype}: every case passes; remove its entry ({reason})")
+                report.unexpected_passes.append(
+                    f"{op} {dtype}: every case passes; remove its entry ({reason})"
+                )
     return report
 
 
-def _operator(report: Report, failing: set[tuple[str, str]], op: opdb.Operator, units: list[UnitResult]) -> \
-        OperatorReport:
-    out = OperatorReport(op.name, grades.category_of(op), grades.grade_of(op.name),
-                         inductor=inductor_ways().get(op.name, ""))
+def _operator(
+    report: Report, failing: set[tuple[str, str]], op: opdb.Operator, units: list[UnitResult]
+) -> OperatorReport:
+    out = OperatorReport(
+        op.name, grades.category_of(op), grades.grade_of(op.name), inductor=inductor_ways().get(op.name, "")
+    )
     ways: dict[bool, list[str]] = {False: [], True: []}
     for unit in units:
         dtype = unit.key.split("|")[1]
@@ -140,7 +151,11 @@ def _operator(report: Report, failing: set[tuple[str, str]], op: opdb.Operator, 
             if case.status in ("fail", "xfail", "upstream"):
                 report.failures.append(_failure(op.name, dtype, unit.key, case))
         n = Counter(c.status for c in unit.cases)
-        out.passed, out.failed, out.skipped = out.passed + n["pass"], out.failed + n["fail"], out.skipped + n["skip"]
+        out.passed, out.failed, out.skipped = (
+            out.passed + n["pass"],
+            out.failed + n["fail"],
+            out.skipped + n["skip"],
+        )
         out.xfailed, out.upstream = out.xfailed + n["xfail"], out.upstream + n["upstream"]
         out.ms, out.kernels = out.ms + unit.ms, out.kernels + unit.kernels
         for name, calls in unit.externs.items():
@@ -158,6 +173,7 @@ def _failure(op: str, dtype: str, unit: str, case: CaseResult) -> Failure:
 
 
 # ---- text ----
+
 
 def tally(operators: Sequence[OperatorReport], key: str) -> dict[str, Counter[str]]:
     """Ways per category or per grade: {"P0": {"generated": 120, ...}}."""
@@ -185,20 +201,28 @@ def beside_inductor(operators: Sequence[OperatorReport]) -> tuple[int, int]:
 
 def text(report: Report, verbose: bool = False) -> str:
     """The report for a terminal."""
-    lines = [f"backend {report.backend}, torch {report.torch}, {len(report.operators)} operators, {report.seconds:.0f} s",
-             f"cases: {report.count('passed')} pass, {report.count('failed')} fail, {report.count('xfailed')} expected "
-             f"failures, {report.count('upstream')} fail in aot_eager too, {report.count('skipped')} refused by eager", ""]
+    lines = [
+        f"backend {report.backend}, torch {report.torch}, {len(report.operators)} operators, {report.seconds:.0f} s",
+        f"cases: {report.count('passed')} pass, {report.count('failed')} fail, {report.count('xfailed')} expected "
+        f"failures, {report.count('upstream')} fail in aot_eager too, {report.count('skipped')} refused by eager",
+        "",
+    ]
     lines += _table("by grade", tally(report.operators, "grade")) + [""]
     lines += _table("by category", tally(report.operators, "category")) + [""]
     mine, theirs = beside_inductor(report.operators)
     if theirs:
-        lines.append(f"of {theirs} operators that Inductor compiles without fallback, {mine} compile here without extern "
-                     f"({100 * mine / theirs:.1f}%)")
+        lines.append(
+            f"of {theirs} operators that Inductor compiles without fallback, {mine} compile here without extern "
+            f"({100 * mine / theirs:.1f}%)"
+        )
     externs: Counter[str] = Counter()
     for o in report.operators:
         externs.update(o.externs)
     if externs:
-        lines += ["", "externs: " + ", ".join(f"{n} x{c}" for n, c in externs.most_common(None if verbose else 20))]
+        lines += [
+            "",
+            "externs: " + ", ".join(f"{n} x{c}" for n, c in externs.most_common(None if verbose else 20)),
+        ]
     listed = [f for f in report.failures if f.status == "fail" or verbose]
     shown = listed if verbose else _two_of_each(listed)[:60]
     for f in shown:
@@ -225,11 +249,17 @@ def _two_of_each(failures: list[Failure]) -> list[Failure]:
 
 # ---- machines ----
 
+
 def to_json(report: Report) -> dict[str, Any]:
     """Plain data."""
     mine, theirs = beside_inductor(report.operators)
-    return {**asdict(report), "ok": report.ok, "inductor_compiles": theirs, "of_those_without_extern": mine,
-            "unmapped": [asdict(r) for r in grades.unmapped()]}
+    return {
+        **asdict(report),
+        "ok": report.ok,
+        "inductor_compiles": theirs,
+        "of_those_without_extern": mine,
+        "unmapped": [asdict(r) for r in grades.unmapped()],
+    }
 
 
 def write_json(report: Report, path: Path) -> None:
@@ -246,9 +276,13 @@ def write_junit(report: Report, results: Sequence[UnitResult], path: Path) -> No
         if name not in suites:
             suites[name] = ElementTree.SubElement(root, "testsuite", name=name)
         for case in unit.cases:
-            node = ElementTree.SubElement(suites[name], "testcase", classname=unit.key.replace("|", "."), name=case.id)
+            node = ElementTree.SubElement(
+                suites[name], "testcase", classname=unit.key.replace("|", "."), name=case.id
+            )
             if case.status == "fail":
-                ElementTree.SubElement(node, "failure", type=case.check, message=_xml(case.message)).text = _xml(case.call)
+                ElementTree.SubElement(
+                    node, "failure", type=case.check, message=_xml(case.message)
+                ).text = _xml(case.call)
             elif case.status != "pass":
                 ElementTree.SubElement(node, "skipped", message=_xml(f"{case.status}: {case.message}"))
     for suite in suites.values():

@@ -15,6 +15,7 @@ For every element i of a floating-point result, with a = compiled, e = eager, r 
   the dtype (a compiler that keeps fp32 inside may rightly stay finite where eager's bf16 step overflowed).
 * Integers and booleans: equal to eager, or to the exact reference. No percentage of wrong elements is free.
 """
+
 from __future__ import annotations
 
 import math
@@ -35,8 +36,8 @@ ULPS: dict[torch.dtype, float] = {
 }
 
 Wobble = Callable[[], torch.Tensor | None]
-WORST_EAGER = 64.0     # eps: the cap on w
-STEEPEST = 16.0        # eps: an elementwise response above this is a jump
+WORST_EAGER = 64.0  # eps: the cap on w
+STEEPEST = 16.0  # eps: an elementwise response above this is a jump
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
@@ -70,8 +71,10 @@ def _classes(x: torch.Tensor) -> torch.Tensor:
 
 def _first(bad: torch.Tensor, actual: torch.Tensor, eager: torch.Tensor, ref: torch.Tensor | None) -> str:
     where = tuple(bad.nonzero()[0].tolist())
-    text = f"{int(bad.sum())} of {bad.numel()} elements differ; at {where}: compiled {actual[where].item()!r}, " \
-           f"eager {eager[where].item()!r}"
+    text = (
+        f"{int(bad.sum())} of {bad.numel()} elements differ; at {where}: compiled {actual[where].item()!r}, "
+        f"eager {eager[where].item()!r}"
+    )
     return text if ref is None else text + f", reference {ref[where].item()!r}"
 
 
@@ -80,8 +83,14 @@ def _finite_max(x: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def judge(actual: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | None, kind: Literal[
-        "elementwise", "accumulating"], wobble: Wobble | None = None, inputs_scale: float = 0.0) -> str | None:
+def judge(
+    actual: torch.Tensor,
+    eager: torch.Tensor,
+    reference: torch.Tensor | None,
+    kind: Literal["elementwise", "accumulating"],
+    wobble: Wobble | None = None,
+    inputs_scale: float = 0.0,
+) -> str | None:
     """Why `actual` is not accurate enough, or None.
 
     reference: the fp64 (exact integer) result, None where there is none: then eager stands for it.

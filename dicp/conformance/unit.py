@@ -1,4 +1,5 @@
 """One unit of work: all cases of one operator and dtype, compiled together and compared one by one."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -16,9 +17,9 @@ from .cases import Case, Mode
 from .outcome import Mismatch, Outcome, call, compare, flatten, gradients
 
 SEED = 1234
-SEEDS = 8               # a few coin flips may agree under two seeds; under eight they do not
-DYNAMIC_GROUP = 8       # cases per dynamic compile: guards between many symbols cost more than compiles
-SAME_ERROR_ENOUGH = 3   # singles failing alike before the rest of a failing half is taken to fail alike
+SEEDS = 8  # a few coin flips may agree under two seeds; under eight they do not
+DYNAMIC_GROUP = 8  # cases per dynamic compile: guards between many symbols cost more than compiles
+SAME_ERROR_ENOUGH = 3  # singles failing alike before the rest of a failing half is taken to fail alike
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def source(op: opdb.Operator, group: Sequence[Case], gradient: bool) -> tuple[st
             clone = case.inplace and gradient and k == 0 and case.tensors[0].requires_grad
             return f"t[{first + k}]" + (".clone()" if clone else "")
 
-        lines.append(f"    r{i} = {'inplace' if case.inplace else 'op'}({cases_.call_source(case, constants, slot)})")
+        lines.append(
+            f"    r{i} = {'inplace' if case.inplace else 'op'}({cases_.call_source(case, constants, slot)})"
+        )
         at += len(case.tensors)
     lines.append(f"    return ({', '.join(f'r{i}' for i in range(len(group)))},)")
     return "\n".join(lines), {**constants, "torch": torch, "op": op.call, "inplace": op.inplace}
@@ -140,7 +143,9 @@ class Runner:
                 outcomes += self._call(fn, group, [self.fresh(grow(c)) for c in group])
         return outcomes
 
-    def _call(self, fn: Callable[..., Any], group: Sequence[Case], inputs: list[list[torch.Tensor]]) -> list[Outcome]:
+    def _call(
+        self, fn: Callable[..., Any], group: Sequence[Case], inputs: list[list[torch.Tensor]]
+    ) -> list[Outcome]:
         torch.manual_seed(SEED)
         with torch.set_grad_enabled(self.gradient):
             results = fn([t for ts in inputs for t in ts])
@@ -154,10 +159,13 @@ class Runner:
             out.append(Outcome(structure, leaves, tuple(given), grad))
         return out
 
-    def _gradients(self, results: Sequence[Any], group: Sequence[Case], inputs: list[list[torch.Tensor]]) -> list[
-            tuple[torch.Tensor | None, ...]]:
+    def _gradients(
+        self, results: Sequence[Any], group: Sequence[Case], inputs: list[list[torch.Tensor]]
+    ) -> list[tuple[torch.Tensor | None, ...]]:
         flat = [t for ts in inputs for t in ts]
-        joint = gradients(list(results), lambda rs: [c.process(r) for c, r in zip(group, rs, strict=True)], flat)
+        joint = gradients(
+            list(results), lambda rs: [c.process(r) for c, r in zip(group, rs, strict=True)], flat
+        )
         it = iter(joint)
         return [tuple(next(it) for _ in ts) for ts in inputs]
 
@@ -168,7 +176,9 @@ class Runner:
             return wrong
         # Another seed gives another result: a random operator. Distributions are random_ops.py's business.
         for seed in range(SEED + 1, SEED + 1 + SEEDS):
-            again = compare(self.op, case, eager, self.eager(case, seed), self.gradient, lambda: self.fresh(case), SEED)
+            again = compare(
+                self.op, case, eager, self.eager(case, seed), self.gradient, lambda: self.fresh(case), SEED
+            )
             if again is not None and again.check == wrong.check:
                 return None
         return wrong
@@ -185,13 +195,19 @@ def first_line(e: BaseException) -> str:
     cause = getattr(e, "inner_exception", None) or e
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
     kept = [line for line in lines if "TORCHDYNAMO_VERBOSE" not in line][:3]
+    kept += [line for line in lines if "error:" in line and line not in kept][:1]
     frames = traceback.extract_tb(cause.__traceback__)
-    where = f" ({'/'.join(frames[-1].filename.split('/')[-2:])}:{frames[-1].lineno} {frames[-1].name})" if frames else ""
+    where = (
+        f" ({'/'.join(frames[-1].filename.split('/')[-2:])}:{frames[-1].lineno} {frames[-1].name})"
+        if frames
+        else ""
+    )
     return f"{type(cause).__name__}: {' | '.join(kept)}"[:600] + where
 
 
-def run_group(runner: Runner, group: list[tuple[Case, Outcome]], limit: list[str] | None = None) -> list[
-        CaseResult]:
+def run_group(
+    runner: Runner, group: list[tuple[Case, Outcome]], limit: list[str] | None = None
+) -> list[CaseResult]:
     """Results of a group; a group that raises is halved until the guilty cases are alone."""
     limit = [] if limit is None else limit
     try:
@@ -203,14 +219,16 @@ def run_group(runner: Runner, group: list[tuple[Case, Outcome]], limit: list[str
             limit.append(why)
             return [CaseResult(case.id, "fail", "error", why, cases_.show(runner.op, case))]
         if limit.count(why) >= SAME_ERROR_ENOUGH:
-            return [CaseResult(c.id, "fail", "error", f"(not isolated) {why}", cases_.show(runner.op, c))
-                    for c, _ in group]
+            return [
+                CaseResult(c.id, "fail", "error", f"(not isolated) {why}", cases_.show(runner.op, c))
+                for c, _ in group
+            ]
         middle = len(group) // 2
         return run_group(runner, group[:middle], limit) + run_group(runner, group[middle:], limit)
     results = []
     for (case, eager), actual in zip(group, outcomes, strict=False):
         results.append(_verdict(runner, case, runner.judge(case, eager, actual)))
-    for (case, _), actual in zip(group, outcomes[len(group):], strict=False):
+    for (case, _), actual in zip(group, outcomes[len(group) :], strict=False):
         larger = grow(case)
         results.append(_verdict(runner, larger, runner.judge(larger, runner.eager(larger), actual)))
     return results
@@ -242,8 +260,13 @@ def prepare(runner: Runner, cases: Iterable[Case]) -> tuple[list[tuple[Case, Out
     return ready, skipped
 
 
-def run_unit(unit: Unit, backend: str, progress: Callable[[dict[str, Any]], None] | None = None,
-             isolate: bool = False, skip: Sequence[str] = ()) -> UnitResult:
+def run_unit(
+    unit: Unit,
+    backend: str,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+    isolate: bool = False,
+    skip: Sequence[str] = (),
+) -> UnitResult:
     """Run every case of the unit.
 
     isolate: one compile per case, each announced by `progress` before it starts, so that whoever watches this process
@@ -270,7 +293,9 @@ def run_unit(unit: Unit, backend: str, progress: Callable[[dict[str, Any]], None
         result.cases += _in_groups(runner, unit, ready)
         if _counters()["graphs"] == before["graphs"] and unit.dynamic is False:
             # Dynamo leaves these in Python by default; a user may ask it not to, so the backend must be ready.
-            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+            with torch._dynamo.config.patch(
+                capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+            ):
                 captured = [(dataclasses.replace(c, id=f"{c.id}:captured"), e) for c, e in ready]
                 result.cases += _in_groups(runner, unit, captured)
     result.ms = (time.perf_counter() - started) * 1e3
@@ -287,7 +312,7 @@ def _in_groups(runner: Runner, unit: Unit, ready: list[tuple[Case, Outcome]]) ->
     for group in ([r for r in ready if r[0].resized is None], [r for r in ready if r[0].resized is not None]):
         size = DYNAMIC_GROUP if unit.dynamic else max(len(group), 1)
         for at in range(0, len(group), size):
-            results += run_group(runner, group[at:at + size])
+            results += run_group(runner, group[at : at + size])
     return results
 
 
@@ -296,7 +321,9 @@ def _blame_upstream(result: UnitResult, unit: Unit, ready: list[tuple[Case, Outc
     failing = {c.id: c for c in result.cases if c.status == "fail"}
     plain = Runner("aot_eager", opdb.find(unit.op, unit.device), unit.mode, unit.dynamic)
     again = [r for r in ready if r[0].id in failing or f"{r[0].id}:resized" in failing]
-    captured = [(dataclasses.replace(c, id=f"{c.id}:captured"), e) for c, e in ready if f"{c.id}:captured" in failing]
+    captured = [
+        (dataclasses.replace(c, id=f"{c.id}:captured"), e) for c, e in ready if f"{c.id}:captured" in failing
+    ]
     theirs_all = run_group(plain, again) if again else []
     if captured:
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
@@ -317,5 +344,6 @@ def _counters() -> dict[str, int]:
 def _count(result: UnitResult, before: dict[str, int]) -> None:
     now = {k: v - before.get(k, 0) for k, v in _counters().items()}
     result.graphs, result.kernels, result.library, result.extern = (
-        now.get(k, 0) for k in ("graphs", "kernels", "library", "extern"))
+        now.get(k, 0) for k in ("graphs", "kernels", "library", "extern")
+    )
     result.externs = {k.removeprefix("extern:"): v for k, v in now.items() if k.startswith("extern:") and v}

@@ -1,4 +1,5 @@
 """Which backend name a vendor answers to."""
+
 from __future__ import annotations
 
 from importlib.metadata import entry_points
@@ -16,5 +17,7 @@ def backend_of(vendor: str) -> str:
     if vendor in SHIPPED:
         return SHIPPED[vendor]
     known = sorted({e.name for e in entry_points(group="dicp.vendors")} | set(SHIPPED))
-    raise SystemExit(f"no vendor named {vendor!r}; there are {', '.join(known)}. For any other torch.compile backend: "
-                     "--backend NAME")
+    raise SystemExit(
+        f"no vendor named {vendor!r}; there are {', '.join(known)}. For any other torch.compile backend: "
+        "--backend NAME"
+    )

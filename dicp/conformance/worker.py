@@ -1,7 +1,8 @@
 """A worker process: units in as JSON lines on stdin, results out as JSON lines, everything else it prints to a log.
 
-    python -m dicp.conformance.worker BACKEND [MODULE ...]        modules to import first, which may register backends
+python -m dicp.conformance.worker BACKEND [MODULE ...]        modules to import first, which may register backends
 """
+
 from __future__ import annotations
 
 import gc
@@ -14,7 +15,7 @@ import traceback
 import warnings
 from typing import IO, Any
 
-MEMORY_LIMIT = 6 << 30    # bytes of resident memory after which a worker asks to be replaced
+MEMORY_LIMIT = 6 << 30  # bytes of resident memory after which a worker asks to be replaced
 
 
 def _private_stdout() -> IO[str]:

@@ -1,4 +1,5 @@
 """Options of the operator tests, and one pool of worker processes for all of them."""
+
 from __future__ import annotations
 
 import sys

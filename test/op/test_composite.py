@@ -2,6 +2,7 @@
 
 Every test holds a compiled function to the eager one: values by the accuracy rule, dtypes, shapes, strides, gradients.
 """
+
 from __future__ import annotations
 
 import collections
@@ -72,14 +73,29 @@ def accurate(actual: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor 
 
     def wobble() -> torch.Tensor:
         eps = torch.finfo(eager.dtype).eps
-        return torch.full(eager.shape, 16 * eps * float(eager.abs().nan_to_num(0, 0, 0).max()), dtype=torch.float64)
+        return torch.full(
+            eager.shape, 16 * eps * float(eager.abs().nan_to_num(0, 0, 0).max()), dtype=torch.float64
+        )
 
-    why = tolerance.judge(actual.detach(), eager.detach(), None if reference is None else reference.detach(), "accumulating", wobble)
+    why = tolerance.judge(
+        actual.detach(),
+        eager.detach(),
+        None if reference is None else reference.detach(),
+        "accumulating",
+        wobble,
+    )
     assert why is None, why
 
 
-def agree(fn: Fn, args: Sequence[Any], backend: str, dynamic: bool | None = None, reference: bool = True, strides: bool = True,
-          fullgraph: bool = False) -> Any:
+def agree(
+    fn: Fn,
+    args: Sequence[Any],
+    backend: str,
+    dynamic: bool | None = None,
+    reference: bool = True,
+    strides: bool = True,
+    fullgraph: bool = False,
+) -> Any:
     """Run eager, compiled (twice: the second call takes the fast path) and fp64; compare results, arguments and gradients."""
     given, wide = copied(list(args)), double(copied(list(args)))
     eager = fn(*given)
@@ -96,15 +112,24 @@ def agree(fn: Fn, args: Sequence[Any], backend: str, dynamic: bool | None = None
         for i, (a, e) in enumerate(zip(tensors(actual), tensors(eager), strict=True)):
             accurate(a, e, ref[i] if ref is not None and ref[i].shape == e.shape else None)
             if strides and a.layout == torch.strided and a.numel():
-                assert [s for s, n in zip(a.stride(), a.shape) if n > 1] == [s for s, n in zip(e.stride(), e.shape) if n > 1]
+                assert [s for s, n in zip(a.stride(), a.shape) if n > 1] == [
+                    s for s, n in zip(e.stride(), e.shape) if n > 1
+                ]
         for a, e in zip(tensors(mine), tensors(given), strict=True):
             accurate(a, e, None)
     _same_gradients(fn, tensors(given), tensors(eager), tensors(mine), tensors(actual), tensors(wide), ref)
     return compiled
 
 
-def _same_gradients(fn: Fn, given: list[torch.Tensor], eager: list[torch.Tensor], mine: list[torch.Tensor],
-                    actual: list[torch.Tensor], wide: list[torch.Tensor], ref: list[torch.Tensor] | None) -> None:
+def _same_gradients(
+    fn: Fn,
+    given: list[torch.Tensor],
+    eager: list[torch.Tensor],
+    mine: list[torch.Tensor],
+    actual: list[torch.Tensor],
+    wide: list[torch.Tensor],
+    ref: list[torch.Tensor] | None,
+) -> None:
     def grads(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         wanted, through = [t for t in ins if t.requires_grad], [o for o in outs if o.requires_grad]
         if not wanted or not through:
@@ -125,6 +150,7 @@ def r(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) -> to
 
 
 # ---- autocast ----
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -153,7 +179,9 @@ def test_autocast(backend: str, dtype: torch.dtype, inside: bool) -> None:
             actual = torch.compile(block, backend=backend)(x)
     assert actual.dtype == eager.dtype
     # The result is fp32, but what is computed in half precision sets its accuracy.
-    assert (actual - ref).abs().max() <= 2 * (eager - ref).abs().max() + torch.finfo(dtype).eps * ref.abs().max()
+    assert (actual - ref).abs().max() <= 2 * (eager - ref).abs().max() + torch.finfo(
+        dtype
+    ).eps * ref.abs().max()
 
 
 def test_autocast_turned_off_inside(backend: str) -> None:
@@ -171,12 +199,21 @@ def test_autocast_turned_off_inside(backend: str) -> None:
 
 # ---- torch.func ----
 
+
 def test_vmap(backend: str) -> None:
-    agree(lambda x, w: torch.vmap(lambda row: torch.softmax(w @ row, 0).sum() + row.max())(x), [r(5, 4), r(3, 4)], backend)
+    agree(
+        lambda x, w: torch.vmap(lambda row: torch.softmax(w @ row, 0).sum() + row.max())(x),
+        [r(5, 4), r(3, 4)],
+        backend,
+    )
 
 
 def test_nested_vmap(backend: str) -> None:
-    agree(lambda x, y: torch.vmap(torch.vmap(torch.dot), in_dims=(0, None))(x, y), [r(3, 5, 4), r(5, 4)], backend)
+    agree(
+        lambda x, y: torch.vmap(torch.vmap(torch.dot), in_dims=(0, None))(x, y),
+        [r(3, 5, 4), r(5, 4)],
+        backend,
+    )
 
 
 def test_func_grad(backend: str) -> None:
@@ -184,11 +221,19 @@ def test_func_grad(backend: str) -> None:
 
 
 def test_grad_of_grad(backend: str) -> None:
-    agree(lambda x: torch.func.grad(lambda t: torch.func.grad(lambda s: (s ** 3).sum())(t).sum())(x), [r(7)], backend)
+    agree(
+        lambda x: torch.func.grad(lambda t: torch.func.grad(lambda s: (s**3).sum())(t).sum())(x),
+        [r(7)],
+        backend,
+    )
 
 
 def test_vmap_of_grad(backend: str) -> None:
-    agree(lambda x, w: torch.vmap(torch.func.grad(lambda a, b: torch.tanh(a @ b).sum()), (0, None))(x, w), [r(6, 4), r(4, 3)], backend)
+    agree(
+        lambda x, w: torch.vmap(torch.func.grad(lambda a, b: torch.tanh(a @ b).sum()), (0, None))(x, w),
+        [r(6, 4), r(4, 3)],
+        backend,
+    )
 
 
 def test_jvp(backend: str) -> None:
@@ -196,7 +241,14 @@ def test_jvp(backend: str) -> None:
 
 
 def test_jacfwd_jacrev(backend: str) -> None:
-    agree(lambda x: (torch.func.jacrev(lambda a: a.sin() * a.sum())(x), torch.func.jacfwd(lambda a: a.cos() * a[0])(x)), [r(4)], backend)
+    agree(
+        lambda x: (
+            torch.func.jacrev(lambda a: a.sin() * a.sum())(x),
+            torch.func.jacfwd(lambda a: a.cos() * a[0])(x),
+        ),
+        [r(4)],
+        backend,
+    )
 
 
 def test_hessian(backend: str) -> None:
@@ -214,11 +266,12 @@ def test_functional_call(backend: str) -> None:
 
 # ---- custom functions and operators ----
 
+
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return x ** 3
+        return x**3
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
@@ -270,8 +323,10 @@ def square(x: torch.Tensor) -> torch.Tensor:
 
 
 square.register_fake(lambda x: torch.empty_like(x))
-square.register_autograd(lambda ctx, g: g * 2 * ctx.saved_tensors[0],
-                         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+square.register_autograd(
+    lambda ctx, g: g * 2 * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
 
 
 def test_custom_op(backend: str) -> None:
@@ -294,6 +349,7 @@ def test_custom_op_with_gradient(backend: str) -> None:
 
 # ---- control flow ----
 
+
 @pytest.mark.parametrize("sign", (1.0, -1.0))
 def test_cond(backend: str, sign: float) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -304,7 +360,7 @@ def test_cond(backend: str, sign: float) -> None:
 
 def test_cond_with_gradient(backend: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda t: t.sin() * 2, lambda t: t ** 2, (x,)).sum()
+        return torch.cond(x.sum() > 0, lambda t: t.sin() * 2, lambda t: t**2, (x,)).sum()
 
     agree(f, [r(6, grad=True)], backend)
 
@@ -330,7 +386,9 @@ def test_scan(backend: str) -> None:
 def test_associative_scan(backend: str) -> None:
     from torch._higher_order_ops.associative_scan import associative_scan
 
-    agree(lambda x: associative_scan(lambda a, b: a + b, x, dim=0, combine_mode="generic"), [r(8, 3)], backend)
+    agree(
+        lambda x: associative_scan(lambda a, b: a + b, x, dim=0, combine_mode="generic"), [r(8, 3)], backend
+    )
 
 
 def test_python_branch_on_data(backend: str) -> None:
@@ -343,6 +401,7 @@ def test_python_branch_on_data(backend: str) -> None:
 
 
 # ---- containers ----
+
 
 class Pair(NamedTuple):
     left: torch.Tensor
@@ -358,12 +417,24 @@ class Box:
 def test_nested_containers(backend: str) -> None:
     def f(d: dict[str, Any]) -> dict[str, Any]:
         total = d["a"] + d["b"][0] * d["b"][1]["c"]
-        return {"sum": total, "list": [total.sin(), (total.cos(), d["a"])], "none": None, "number": 3, "text": "x"}
+        return {
+            "sum": total,
+            "list": [total.sin(), (total.cos(), d["a"])],
+            "none": None,
+            "number": 3,
+            "text": "x",
+        }
 
     x = {"a": r(3), "b": [r(3), {"c": r(3)}]}
     compiled = torch.compile(f, backend=backend)
     a, e = compiled(x), f(x)
-    assert a.keys() == e.keys() and a["none"] is None and a["number"] == 3 and a["text"] == "x" and isinstance(a["list"][1], tuple)
+    assert (
+        a.keys() == e.keys()
+        and a["none"] is None
+        and a["number"] == 3
+        and a["text"] == "x"
+        and isinstance(a["list"][1], tuple)
+    )
     assert a["list"][1][1] is x["a"]
     for p, q in zip(tensors(a), tensors(e), strict=True):
         accurate(p, q, None)
@@ -371,12 +442,17 @@ def test_nested_containers(backend: str) -> None:
 
 def test_named_tuple_and_dataclass(backend: str) -> None:
     def f(p: Pair, b: Box) -> tuple[Pair, Box, collections.OrderedDict[str, torch.Tensor]]:
-        return (Pair(p.left + b.inside, p.right * 2), Box(b.inside.sin(), b.name + "!"),
-                collections.OrderedDict(z=p.left.exp(), a=p.right.neg()))
+        return (
+            Pair(p.left + b.inside, p.right * 2),
+            Box(b.inside.sin(), b.name + "!"),
+            collections.OrderedDict(z=p.left.exp(), a=p.right.neg()),
+        )
 
     p, b = Pair(r(3), r(3)), Box(r(3), "box")
     a, e = torch.compile(f, backend=backend)(p, b), f(p, b)
-    assert isinstance(a[0], Pair) and isinstance(a[1], Box) and a[1].name == "box!" and list(a[2]) == ["z", "a"]
+    assert (
+        isinstance(a[0], Pair) and isinstance(a[1], Box) and a[1].name == "box!" and list(a[2]) == ["z", "a"]
+    )
     for m, n in zip(tensors(a), tensors(e), strict=True):
         accurate(m, n, None)
 
@@ -403,8 +479,11 @@ def test_an_empty_graph_and_no_tensor_arguments(backend: str) -> None:
 
 # ---- recurrent networks ----
 
+
 @pytest.mark.parametrize("kind", (nn.RNN, nn.LSTM, nn.GRU))
-@pytest.mark.parametrize("extra", ({}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}))
+@pytest.mark.parametrize(
+    "extra", ({}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False})
+)
 def test_rnn(backend: str, kind: type[nn.RNNBase], extra: dict[str, Any]) -> None:
     agree(kind(4, 6, **extra), [r(3, 2, 4)], backend)
 
@@ -430,10 +509,15 @@ def test_lstm_gradient(backend: str) -> None:
 
 
 def test_transformer_layer(backend: str) -> None:
-    agree(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), [r(2, 5, 16, grad=True)], backend)
+    agree(
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        [r(2, 5, 16, grad=True)],
+        backend,
+    )
 
 
 # ---- FFT, linear algebra, sparse, quantised: calls back to aten ----
+
 
 def test_fft_chain(backend: str) -> None:
     agree(lambda x: torch.fft.irfft(torch.fft.rfft(x * 2) * 1j, n=8).relu() + 1, [r(3, 8)], backend)
@@ -450,13 +534,22 @@ def test_complex_arithmetic(backend: str) -> None:
 def test_linalg_chain(backend: str) -> None:
     def f(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
         spd = a @ a.mT + 4 * torch.eye(4)
-        return torch.linalg.solve(spd, b).tanh(), torch.linalg.cholesky(spd), torch.logdet(spd), torch.linalg.inv(spd) * 2
+        return (
+            torch.linalg.solve(spd, b).tanh(),
+            torch.linalg.cholesky(spd),
+            torch.logdet(spd),
+            torch.linalg.inv(spd) * 2,
+        )
 
     agree(f, [r(4, 4), r(4, 2)], backend, reference=False)
 
 
 def test_linalg_gradient(backend: str) -> None:
-    agree(lambda a: torch.linalg.inv(a @ a.mT + 4 * torch.eye(4, dtype=a.dtype)).sum(0), [r(4, 4, grad=True)], backend)
+    agree(
+        lambda a: torch.linalg.inv(a @ a.mT + 4 * torch.eye(4, dtype=a.dtype)).sum(0),
+        [r(4, 4, grad=True)],
+        backend,
+    )
 
 
 def test_sparse_inside(backend: str) -> None:
@@ -478,26 +571,67 @@ def test_quantised(backend: str) -> None:
 
 
 def test_fake_quantise(backend: str) -> None:
-    agree(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127) * 2, [r(4, 5, grad=True)], backend)
+    agree(
+        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127) * 2,
+        [r(4, 5, grad=True)],
+        backend,
+    )
 
 
 # ---- several dtypes and devices ----
 
+
 def test_many_dtypes_in_one_graph(backend: str) -> None:
     def f(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, ...]:
         m = d > 0
-        return (a + b, a * c, torch.where(m, a, b.float()), (c + d).to(torch.int8), a.double().sum() + b.sum(), m.sum(),
-                (b.float() + a).bfloat16(), c / 3, d // 2)
+        return (
+            a + b,
+            a * c,
+            torch.where(m, a, b.float()),
+            (c + d).to(torch.int8),
+            a.double().sum() + b.sum(),
+            m.sum(),
+            (b.float() + a).bfloat16(),
+            c / 3,
+            d // 2,
+        )
 
-    agree(f, [r(4, 5), r(4, 5).bfloat16(), torch.arange(20).reshape(4, 5), torch.arange(-10, 10, dtype=torch.int32).reshape(4, 5)],
-          backend, reference=False)
+    agree(
+        f,
+        [
+            r(4, 5),
+            r(4, 5).bfloat16(),
+            torch.arange(20).reshape(4, 5),
+            torch.arange(-10, 10, dtype=torch.int32).reshape(4, 5),
+        ],
+        backend,
+        reference=False,
+    )
 
 
 def test_scalars_promote_as_in_eager(backend: str) -> None:
     def f(i: torch.Tensor, h: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return i + 1.5, h + 1, h * s, i * s, i / 2, i // 2, i ** 2, 2 ** i, h ** 0.5, True + i, s + i, torch.true_divide(i, 3)
+        return (
+            i + 1.5,
+            h + 1,
+            h * s,
+            i * s,
+            i / 2,
+            i // 2,
+            i**2,
+            2**i,
+            h**0.5,
+            True + i,
+            s + i,
+            torch.true_divide(i, 3),
+        )
 
-    agree(f, [torch.arange(1, 7), r(6).abs().bfloat16(), torch.tensor(2.5, dtype=torch.float64)], backend, reference=False)
+    agree(
+        f,
+        [torch.arange(1, 7), r(6).abs().bfloat16(), torch.tensor(2.5, dtype=torch.float64)],
+        backend,
+        reference=False,
+    )
 
 
 def test_meta_device_beside_cpu(backend: str) -> None:
@@ -509,6 +643,7 @@ def test_meta_device_beside_cpu(backend: str) -> None:
 
 
 # ---- graph breaks, several functions, threads ----
+
 
 def test_graph_breaks(backend: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -523,7 +658,12 @@ def test_graph_breaks(backend: str) -> None:
 
 
 def test_item_and_data_dependent_sizes(backend: str) -> None:
-    agree(lambda x: x[x > 0].sum() + torch.nonzero(x).shape[0] + torch.unique(x.round()).numel(), [r(20)], backend, reference=False)
+    agree(
+        lambda x: x[x > 0].sum() + torch.nonzero(x).shape[0] + torch.unique(x.round()).numel(),
+        [r(20)],
+        backend,
+        reference=False,
+    )
 
 
 def test_mutation_through_views(backend: str) -> None:
@@ -616,6 +756,7 @@ def test_threads(backend: str) -> None:
 
 # ---- dynamic sizes ----
 
+
 @pytest.mark.parametrize("dynamic", (True, None))
 def test_sizes_change(backend: str, dynamic: bool | None) -> None:
     def f(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -661,7 +802,11 @@ def test_training_steps(backend: str) -> None:
 def test_checkpointing(backend: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    agree(lambda x: checkpoint(lambda t: (t.sin().exp() * t).relu(), x, use_reentrant=False).sum(0), [r(4, 5, grad=True)], backend)
+    agree(
+        lambda x: checkpoint(lambda t: (t.sin().exp() * t).relu(), x, use_reentrant=False).sum(0),
+        [r(4, 5, grad=True)],
+        backend,
+    )
 
 
 def test_hooks_and_retained_gradients(backend: str) -> None:
@@ -695,7 +840,9 @@ def test_user_errors_surface_as_in_eager(backend: str) -> None:
         f(r(2, 3), r(4, 5))
     with pytest.raises(Exception) as mine:
         torch.compile(f, backend=backend)(r(2, 3), r(4, 5))
-    assert str(theirs.value).split(":")[0][:20] in str(mine.value) or isinstance(mine.value, type(theirs.value))
+    assert str(theirs.value).split(":")[0][:20] in str(mine.value) or isinstance(
+        mine.value, type(theirs.value)
+    )
 
 
 def test_index_out_of_range_raises(backend: str) -> None:

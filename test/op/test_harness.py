@@ -1,4 +1,5 @@
 """The harness itself: what it must find, what it must let pass, and that it survives what it tests."""
+
 from __future__ import annotations
 
 import json
@@ -21,11 +22,18 @@ ROOT = HERE.parent.parent
 
 def conformance(*args: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the command line tool with the toy backend at hand."""
-    return subprocess.run([sys.executable, "-m", "dicp.conformance", *args], capture_output=True, text=True, timeout=timeout,
-                          cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"})
+    return subprocess.run(
+        [sys.executable, "-m", "dicp.conformance", *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"},
+    )
 
 
 # ---- the accuracy rule ----
+
 
 def f32(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
@@ -83,10 +91,16 @@ def test_cancellation_is_conditioning() -> None:
     ref, eager = torch.tensor([1e-6], dtype=torch.float64), f32(1e-6)
     actual = f32(1e-6 + 1e-7)
     assert tolerance.judge(actual, eager, ref, "accumulating") is not None
-    assert tolerance.judge(actual, eager, ref, "accumulating", lambda: torch.tensor([2e-7], dtype=torch.float64), 1.0) is None
+    assert (
+        tolerance.judge(
+            actual, eager, ref, "accumulating", lambda: torch.tensor([2e-7], dtype=torch.float64), 1.0
+        )
+        is None
+    )
 
 
 # ---- cases ----
+
 
 def test_layouts_keep_values_and_change_strides() -> None:
     x = torch.arange(24.0).reshape(2, 3, 2, 2)
@@ -107,7 +121,9 @@ def test_grown_tensors_keep_equal_sizes_equal() -> None:
 
 
 def test_call_source_is_python() -> None:
-    args, kwargs, tensors = cases.take_tensors((torch.rand(2), [1, float("inf")], slice(0, None)), {"dtype": torch.float32})
+    args, kwargs, tensors = cases.take_tensors(
+        (torch.rand(2), [1, float("inf")], slice(0, None)), {"dtype": torch.float32}
+    )
     constants: dict[str, object] = {}
     text = cases.call_source(cases.Case("s0", args, kwargs, tensors), constants, lambda i: f"t[{i}]")
     assert text == "t[0], [1, float('inf')], slice(0, None, None), dtype=torch.float32" and not constants
@@ -145,9 +161,11 @@ def test_ways() -> None:
 
 # ---- the page ----
 
+
 def test_operators_page_is_current() -> None:
-    assert (ROOT / "docs" / "operators.md").read_text() == docs.render(docs.read_coverage()), \
+    assert (ROOT / "docs" / "operators.md").read_text() == docs.render(docs.read_coverage()), (
         "docs/operators.md is stale: run python -m dicp.conformance docs"
+    )
 
 
 def test_coverage_lists_every_operator() -> None:
@@ -161,13 +179,35 @@ def test_coverage_lists_every_operator() -> None:
 
 # ---- faults ----
 
+
 @pytest.fixture(scope="module")
 def toy_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The toy backend's run over operators it breaks, each in another way."""
     folder = tmp_path_factory.mktemp("toy")
-    command = ["--backend", "toy", "--import", "toy_backends", "--workers", "2", "--timeout", "8", "--samples", "1", "--dtypes", "float32",
-               "--ops", "^(add|sin|exp|cos|erf|ceil|mul)$", "--resume", str(folder), "--json", str(folder / "r.json"),
-               "--html", str(folder / "r.html"), "--junit", str(folder / "r.xml")]
+    command = [
+        "--backend",
+        "toy",
+        "--import",
+        "toy_backends",
+        "--workers",
+        "2",
+        "--timeout",
+        "8",
+        "--samples",
+        "1",
+        "--dtypes",
+        "float32",
+        "--ops",
+        "^(add|sin|exp|cos|erf|ceil|mul)$",
+        "--resume",
+        str(folder),
+        "--json",
+        str(folder / "r.json"),
+        "--html",
+        str(folder / "r.html"),
+        "--junit",
+        str(folder / "r.xml"),
+    ]
     return folder, conformance(*command)
 
 
@@ -178,7 +218,13 @@ def test_faults_are_found_and_named(toy_run: tuple[Path, subprocess.CompletedPro
     checks: dict[str, set[str]] = {}
     for f in report["failures"]:
         checks.setdefault(f["operator"], set()).add(f["check"])
-    assert checks == {"add": {"value"}, "exp": {"stride"}, "cos": {"error"}, "erf": {"crash"}, "ceil": {"hang"}}
+    assert checks == {
+        "add": {"value"},
+        "exp": {"stride"},
+        "cos": {"error"},
+        "erf": {"crash"},
+        "ceil": {"hang"},
+    }
     how = {o["name"]: o["how"] for o in report["operators"]}
     assert how["mul"] != "fails" and how["sin"] != "fails" and how["add"] == "fails"
 
@@ -196,11 +242,29 @@ def test_a_run_resumes(toy_run: tuple[Path, subprocess.CompletedProcess[str]]) -
     folder, _ = toy_run
     lines = (folder / "results.jsonl").read_text().splitlines()
     # As a kill leaves it: the last line cut.
-    (folder / "results.jsonl").write_text("\n".join([*(x for x in lines if '"mul|' not in x), lines[0][:40]]) + "\n")
-    again = conformance("--backend", "toy", "--import", "toy_backends", "--workers", "1", "--samples", "1", "--dtypes", "float32",
-                        "--ops", "^(add|sin|exp|cos|erf|ceil|mul)$", "--resume", str(folder))
+    (folder / "results.jsonl").write_text(
+        "\n".join([*(x for x in lines if '"mul|' not in x), lines[0][:40]]) + "\n"
+    )
+    again = conformance(
+        "--backend",
+        "toy",
+        "--import",
+        "toy_backends",
+        "--workers",
+        "1",
+        "--samples",
+        "1",
+        "--dtypes",
+        "float32",
+        "--ops",
+        "^(add|sin|exp|cos|erf|ceil|mul)$",
+        "--resume",
+        str(folder),
+    )
     assert again.returncode == 1 and "1/1 units" not in again.stderr.replace("mul|", "")
-    keys = [json.loads(x)["key"] for x in (folder / "results.jsonl").read_text().splitlines() if x.endswith("}")]
+    keys = [
+        json.loads(x)["key"] for x in (folder / "results.jsonl").read_text().splitlines() if x.endswith("}")
+    ]
     assert keys.count("mul|float32|forward|static") == 1 and keys.count("erf|float32|forward|static") == 1
 
 
@@ -212,9 +276,26 @@ def test_results_of_two_backends_do_not_mix(toy_run: tuple[Path, subprocess.Comp
 
 # ---- the fuzzer ----
 
+
 def test_fuzzer_finds_and_shrinks(tmp_path: Path) -> None:
-    done = conformance("fuzz", "--backend", "toy", "--import", "toy_backends", "--seconds", "25", "--seed", "3", "--workers", "2",
-                       "--timeout", "10", "--output", str(tmp_path), timeout=280)
+    done = conformance(
+        "fuzz",
+        "--backend",
+        "toy",
+        "--import",
+        "toy_backends",
+        "--seconds",
+        "25",
+        "--seed",
+        "3",
+        "--workers",
+        "2",
+        "--timeout",
+        "10",
+        "--output",
+        str(tmp_path),
+        timeout=280,
+    )
     assert done.returncode == 1, done.stdout
     scripts = sorted(tmp_path.glob("value_*.py"))
     assert scripts, done.stdout

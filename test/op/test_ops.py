@@ -2,6 +2,7 @@
 
 All units run first, in two isolated processes; each test then asks for its own result.
 """
+
 from __future__ import annotations
 
 import os
@@ -25,7 +26,12 @@ def selected(config: pytest.Config) -> list[Unit]:
 
         return ci_units()
     dynamic = config.getoption("--op-dynamic", "false")
-    plan = Plan("^" + name.replace(".", r"\.") + "$", dynamic=dynamic != "false", static=dynamic != "true", gradient=True)
+    plan = Plan(
+        "^" + name.replace(".", r"\.") + "$",
+        dynamic=dynamic != "false",
+        static=dynamic != "true",
+        gradient=True,
+    )
     units = plan.units()
     if not units:
         raise pytest.UsageError(f"no operator named {name!r} in PyTorch's operator database")
@@ -39,11 +45,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def results(request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(
+    request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     """Results of every selected unit."""
     found: Results = {}
-    wanted = {item.callspec.params["unit"] for item in request.session.items
-              if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "unit" in item.callspec.params}
+    wanted = {
+        item.callspec.params["unit"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "unit" in item.callspec.params
+    }
     workers = min(len(os.sched_getaffinity(0)), 4, max(len(wanted), 1))
     modules = ("toy_backends",) if backend == "toy" else ()
     pool = Pool(backend, modules, workers, 120.0, Path(tmp_path_factory.mktemp("workers")))

@@ -1,4 +1,5 @@
 """Random operators: the distribution of eager's draws, reproducible by seed."""
+
 from __future__ import annotations
 
 import math
@@ -44,9 +45,20 @@ def ks_p(a: torch.Tensor, b: torch.Tensor) -> float:
     """p of the two-sample Kolmogorov-Smirnov test (asymptotic)."""
     a, b = a.double().flatten().sort().values, b.double().flatten().sort().values
     points = torch.cat([a, b])
-    gap = (torch.searchsorted(a, points, right=True) / len(a) - torch.searchsorted(b, points, right=True) / len(b)).abs().max()
+    gap = (
+        (
+            torch.searchsorted(a, points, right=True) / len(a)
+            - torch.searchsorted(b, points, right=True) / len(b)
+        )
+        .abs()
+        .max()
+    )
     x = float(gap) * math.sqrt(len(a) * len(b) / (len(a) + len(b)))
-    return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 60))) if x > 0.2 else 1.0
+    return (
+        min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 60)))
+        if x > 0.2
+        else 1.0
+    )
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -54,7 +66,12 @@ def test_distribution_and_seeds(name: str, backend: str) -> None:
     draw = DRAWS[name]
     torch._dynamo.reset()
     compiled = torch.compile(draw, backend=backend)
-    eager, first, again, other = seeded(draw, 1), seeded(compiled, 1), seeded(compiled, 1), seeded(compiled, 2)
+    eager, first, again, other = (
+        seeded(draw, 1),
+        seeded(compiled, 1),
+        seeded(compiled, 1),
+        seeded(compiled, 2),
+    )
     assert (first.dtype, first.shape, first.stride()) == (eager.dtype, eager.shape, eager.stride())
     assert torch.equal(first, again), "the same seed must draw the same"
     assert not torch.equal(first, other), "another seed must draw something else"
@@ -84,6 +101,8 @@ def test_dropout_backward_uses_the_forward_mask(backend: str) -> None:
 def test_dropout_rate_zero_and_one(backend: str) -> None:
     torch._dynamo.reset()
     x = torch.randn(64)
-    f = torch.compile(lambda x: (torch.nn.functional.dropout(x, 0.0), torch.nn.functional.dropout(x, 1.0)), backend=backend)
+    f = torch.compile(
+        lambda x: (torch.nn.functional.dropout(x, 0.0), torch.nn.functional.dropout(x, 1.0)), backend=backend
+    )
     kept, dropped = f(x)
     assert torch.equal(kept, x) and not dropped.any()

@@ -1,4 +1,5 @@
 """Backends with known faults: what the harness must find."""
+
 from __future__ import annotations
 
 import os
