@@ -1,4 +1,6 @@
-"""`python -m dicp.conformance`: the command line. `python -m dicp.conformance fuzz`: random graphs, see fuzz.py."""
+"""`python -m dicp.conformance`: the command line. `python -m dicp.conformance fuzz`: random graphs, see
+fuzz.py.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import vendors
+
+if TYPE_CHECKING:
+    from .unit import Unit, UnitResult
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return docs(argv[1:])
     args = parser().parse_args(argv)
     from .plan import Plan
-    from .unit import Unit, UnitResult, dtype_named
+    from .unit import dtype_named
 
     backend = args.backend or vendors.backend_of(args.vendor)
     device = args.device or ("cuda" if args.vendor == "cuda_graph" and not args.backend else "cpu")
@@ -108,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     units = plan.units()
     if args.list:
-        print("\n".join(Unit(**asdict(u)).key for u in units))
+        print("\n".join(u.key for u in units))
         return 0
     folder = args.resume or Path(tempfile.mkdtemp(prefix="dicp_conformance_"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     run(waiting, results, kept, folder, backend, args)
     seconds = time.perf_counter() - started
-    return finish(results, backend, device, seconds, args) if not args.list else 0
+    return finish(results, backend, device, seconds, args)
 
 
 def same_run(folder: Path, settings: dict[str, object]) -> None:
@@ -133,7 +138,7 @@ def same_run(folder: Path, settings: dict[str, object]) -> None:
     path.write_text(json.dumps(settings))
 
 
-def read_results(path: Path, wanted: set[str]) -> list[UnitResult]:  # noqa: F821
+def read_results(path: Path, wanted: set[str]) -> list[UnitResult]:
     """Results of an earlier run; a last line cut short by a kill is dropped."""
     from .unit import from_json
 
@@ -148,10 +153,16 @@ def read_results(path: Path, wanted: set[str]) -> list[UnitResult]:  # noqa: F82
     return found
 
 
-def run(waiting, results, kept, folder, backend, args) -> None:  # type: ignore[no-untyped-def]
+def run(
+    waiting: list[Unit],
+    results: list[UnitResult],
+    kept: Path,
+    folder: Path,
+    backend: str,
+    args: argparse.Namespace,
+) -> None:
     """Run the waiting units, each result written as it comes."""
     from .pool import Pool
-    from .unit import UnitResult
 
     terminal = sys.stderr.isatty()
     started, total, fails = time.perf_counter(), len(waiting), 0
@@ -181,7 +192,9 @@ def run(waiting, results, kept, folder, backend, args) -> None:  # type: ignore[
         print(file=sys.stderr)
 
 
-def finish(results, backend, device, seconds, args) -> int:  # type: ignore[no-untyped-def]
+def finish(
+    results: list[UnitResult], backend: str, device: str, seconds: float, args: argparse.Namespace
+) -> int:
     """Write the reports."""
     from . import report as reports
 

@@ -1,4 +1,6 @@
-"""Cases: one call of one operator on given tensors, in every layout and with every kind of value the suite knows."""
+"""Cases: one call of one operator on given tensors, in every layout and with every kind of value the suite
+knows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Case:
     """A call with its tensors taken out.
 
     id: `s3` sample 3 of the database, `s3:transposed` the same in another layout, `special0` a value case...
-    sizes: the same tensors with other sizes, for a second call of a dynamic compilation; None where there are none.
+    sizes: the same tensors with other sizes, for a second call of a dynamic compilation; None where there are
+    none.
     """
 
     id: str
@@ -60,7 +63,9 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def take_tensors(args: Any, kwargs: Any) -> tuple[Any, Any, tuple[torch.Tensor, ...]]:
-    """(args, kwargs) -> the same with Slots in the tensors' places, and the tensors; one slot per distinct tensor."""
+    """(args, kwargs) -> the same with Slots in the tensors' places, and the tensors; one slot per distinct
+    tensor.
+    """
     found: list[torch.Tensor] = []
 
     def take(leaf: Any) -> Any:
@@ -166,7 +171,9 @@ def relaid(case: Case, layout: str) -> Case | None:
 
 
 def grown(t: torch.Tensor) -> torch.Tensor:
-    """Each size d > 1 becomes d + 1, equal sizes to equal sizes, values repeated; dense order of dimensions kept."""
+    """Each size d > 1 becomes d + 1, equal sizes to equal sizes, values repeated; dense order of dimensions
+    kept.
+    """
     shape = [d + 1 if d > 1 else d for d in t.shape]
     values = t.detach()
     for dim, size in enumerate(shape):
@@ -313,7 +320,9 @@ def build(op: opdb.Operator, dtype: torch.dtype, mode: Mode, samples: int, dynam
 
 
 def _defaults(op: opdb.Operator, dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments an operator cannot do without, as its own database row gives them for generated inputs."""
+    """Keyword arguments an operator cannot do without, as its own database row gives them for generated
+    inputs.
+    """
     make = getattr(op.info, "sample_kwargs", None)
     if make is None:
         return {}

@@ -40,7 +40,7 @@ def read_coverage(path: Path = COVERAGE) -> list[Row]:
 def _summary(rows: Sequence[Row], key: str) -> list[str]:
     ways = ("generated", "library", "extern", "eager", "fails", "")
     lines = [
-        f"| {key} | operators | generated | library | extern | eager | fails | skipped | generated or library |",
+        f"| {key} | operators | generated | library | extern | eager | fails | skipped | covered |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name in sorted({r[key] for r in rows}):
@@ -59,9 +59,9 @@ def render(rows: Sequence[Row]) -> str:
     lines = [
         "# Operators",
         "",
-        "Made by `python -m dicp.conformance docs` from the last whole run on `dicp_cpu`; do not edit. What the words mean:",
-        "[conformance.md](conformance.md). *Complex* is the same question for complex dtypes; *Inductor* is what Inductor does",
-        "with the operator in its first real dtype on the CPU (generated, library, fallback).",
+        "Made by `python -m dicp.conformance docs` from the last whole run on `dicp_cpu`; do not edit.",
+        "What the words mean: [conformance.md](conformance.md). *Complex* is the same question for complex",
+        "dtypes; *Inductor* is what Inductor does with the operator in its first real dtype on the CPU.",
         "",
     ]
     if not rows:

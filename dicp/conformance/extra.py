@@ -92,7 +92,9 @@ def alibi(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def latent(
     x: torch.Tensor, down: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int
 ) -> torch.Tensor:
-    """Multi-head latent attention: keys and values from one low-rank latent.   x: [B, S, K]; down: [R, K]; key, value: [K, R]"""
+    """Multi-head latent attention: keys and values from one low-rank latent.   x: [B, S, K]; down: [R, K];
+    key, value: [K, R]
+    """
 
     def split(t: torch.Tensor) -> torch.Tensor:
         return t.unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -105,7 +107,9 @@ def latent(
 def factorized(
     x: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, heads: int
 ) -> torch.Tensor:
-    """Multi-matrix factorization attention: many query heads through one factor, one shared key and value head."""
+    """Multi-matrix factorization attention: many query heads through one factor, one shared key and value
+    head.
+    """
     q = F.linear(F.linear(x, query[0]), query[1]).unflatten(-1, (heads, -1)).transpose(1, 2)
     return attend(q, F.linear(x, key)[:, None], F.linear(x, value)[:, None]).transpose(1, 2).flatten(-2)
 

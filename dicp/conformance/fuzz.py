@@ -1,7 +1,8 @@
-"""`python -m dicp.conformance fuzz --seconds N --seed S`: random graphs, compiled against eager, mismatches shrunk to scripts.
+"""`python -m dicp.conformance fuzz --seconds N --seed S`: random graphs, compiled against eager, mismatches
+shrunk to scripts.
 
-Program k of seed S is the same everywhere. Children do the work; one that crashes or hangs is replaced, and the program it died of
-is a finding like any other.
+Program k of seed S is the same everywhere. Children do the work; one that crashes or hangs is replaced, and
+the program it died of is a finding like any other.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def check(p: Any, backend: str) -> tuple[Any, bool] | None:
     for second in (False, True) if p.dynamic else (False,):
         try:
             eager = run(function(p.source()), p, inputs_of(p, second))
-        except Exception:  # noqa: BLE001  the second sizes may mean nothing for a shrunk program
+        except Exception:  # the second sizes may mean nothing for a shrunk program
             return None
         try:
             actual = run(compiled, p, inputs_of(p, second))
-        except Exception as e:  # noqa: BLE001  whatever a compiler raises is the finding
+        except Exception as e:  # whatever a compiler raises is the finding
             return Finding("error", first_line(e)), second
         found = differs(p, second, eager, actual)
         if found is not None:
@@ -46,7 +47,9 @@ def check(p: Any, backend: str) -> tuple[Any, bool] | None:
 
 
 def forked(p: Any, backend: str, seconds: float) -> str:
-    """How the program ends in a process of its own: ok | fails | crash | hang. For shrinking what kills processes."""
+    """How the program ends in a process of its own: ok | fails | crash | hang. For shrinking what kills
+    processes.
+    """
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -203,8 +206,8 @@ class _Watch:
     def _keep(self, message: dict[str, Any]) -> None:
         path = self.args.output / f"{message['kind']}_{self.args.seed}_{message['found']}.py"
         path.write_text(
-            f"# python -m dicp.conformance fuzz --seed {self.args.seed} --start {message['found']} --workers 1\n"
-            + message["script"]
+            f"# python -m dicp.conformance fuzz --seed {self.args.seed} "
+            f"--start {message['found']} --workers 1\n{message['script']}"
         )
         self.state["found"].setdefault(message["signature"], []).append(
             (message["found"], message["message"], str(path))
@@ -241,7 +244,8 @@ def main(argv: Sequence[str]) -> int:
     for t in threads:
         t.join()
     print(
-        f"{state['programs']} programs, {sum(map(len, state['found'].values()))} findings of {len(state['found'])} kinds"
+        f"{state['programs']} programs, {sum(map(len, state['found'].values()))} findings "
+        f"of {len(state['found'])} kinds"
     )
     for name, cases in sorted(state["found"].items(), key=lambda kv: -len(kv[1])):
         print(f"  {len(cases):4} {name}   e.g. {cases[0][2]}")

@@ -1,7 +1,8 @@
 """What the fuzzer writes: statements over tensors, as text templates with conditions on their operands.
 
-A rule is given operands and a random generator and answers with a template (`torch.add({0}, {1})`) or None where it does not
-apply. Sizes are spelled through operands (`{0}.shape[0]`), so that a program means something for other sizes as well.
+A rule is given operands and a random generator and answers with a template (`torch.add({0}, {1})`) or None
+where it does not apply. Sizes are spelled through operands (`{0}.shape[0]`), so that a program means something
+for other sizes as well.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ Answer = str | None
 class Rule:
     """A family of statements.
 
-    operands: how many tensors; make: (rng, operands) -> template; exact_in: wants operands that every implementation
-    computes to the last bit (a rounding boundary is no bug); exact: exact operands give an exact result; inplace: the
+    operands: how many tensors; make: (rng, operands) -> template; exact_in: wants operands that every
+    implementation computes to the last bit (a rounding boundary is no bug); exact: exact operands give an
+    exact result; inplace: the
     statement writes to operand 0 and has no result; weight: how often.
     """
 
@@ -454,9 +456,7 @@ def _index(rng: random.Random, t: list[torch.Tensor]) -> Answer:
         texts += [f"{{0}}.index_select({d}, {safe})", "{0}[{1} % {0}.shape[0]]"]
         if x.dim() == 2:
             texts += ["F.embedding(({1} % {0}.shape[0]).to(torch.int64), {0})"]
-        texts += [
-            "torch.zeros_like({0}).index_add(0, ({1} % {0}.shape[0]).to(torch.int64), {0}[{1} % {0}.shape[0]])"
-        ]
+        texts += ["torch.zeros_like({0}).index_add(0, ({1} % {0}.shape[0]).long(), {0}[{1} % {0}.shape[0]])"]
     if i.dim() <= 2:
         texts += ["{0}[{1} % {0}.shape[0]]", "{0}[..., {1} % {0}.shape[-1]]"]
     if i.dim() == x.dim() and all(

@@ -1,7 +1,8 @@
 """Random programs: generating them, writing them out, running them, comparing compiled with eager.
 
-The yardstick is Monte Carlo arithmetic: the fp64 reference is run several times with every rounding statement's result moved by
-one eps of the dtype the program computes in. How far results then wander is what rounding alone may do to this program.
+The yardstick is Monte Carlo arithmetic: the fp64 reference is run several times with every rounding
+statement's result moved by one eps of the dtype the program computes in. How far results then wander is what
+rounding alone may do to this program.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Invalid(Exception):
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument. layout: contiguous | transposed | strided | expanded; grid: values on a grid of eighths."""
+    """A tensor argument. layout: contiguous | transposed | strided | expanded; grid: values on a grid of
+    eighths.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +43,9 @@ class Input:
     requires_grad: bool = False
 
     def make(self, seed: int) -> torch.Tensor:
-        """The tensor, the same for the same seed; on a grid of eighths so that exact statements stay exact."""
+        """The tensor, the same for the same seed; on a grid of eighths so that exact statements stay
+        exact.
+        """
         g = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, self.dtype)
         shape = self.shape
@@ -114,7 +119,9 @@ class Program:
     sizes2: tuple[tuple[int, ...], ...] = ()
 
     def source(self, noisy: bool = False) -> str:
-        """The function's text. noisy: for the reference, in fp64 and with `push` around rounding statements."""
+        """The function's text. noisy: for the reference, in fp64 and with `push` around rounding
+        statements.
+        """
         lines = [f"def f({', '.join(i.name for i in self.inputs)}):"]
         for s in self.body:
             line = s.source()
@@ -194,7 +201,8 @@ def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]
         return x
 
     lines = p.source(noisy=True).splitlines()
-    # The noisy text has its dtypes widened; the names are what is needed, so take the plain statements with push.
+    # The noisy text has its dtypes widened; the names are what is needed, so take the plain statements with
+    # push.
     text = [lines[0]]
     for s in p.body:
         call = s.text.format(*s.args)
@@ -209,7 +217,9 @@ def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a compiled program. kind: error | crash | hang | metadata | value | gradient | mutation."""
+    """What is wrong with a compiled program. kind: error | crash | hang | metadata | value | gradient |
+    mutation.
+    """
 
     kind: str
     message: str

@@ -1,4 +1,6 @@
-"""Make a failing program small: every step is tried, and kept where the program still fails in the same way."""
+"""Make a failing program small: every step is tried, and kept where the program still fails in the same
+way.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,7 @@ def script(p: Program, backend: str, second: bool, finding: str) -> str:
     if second:
         lines += ["compiled(*first_inputs())"]
     lines += [
-        "with torch.set_grad_enabled(%s):" % p.gradient,
+        f"with torch.set_grad_enabled({p.gradient}):",
         "    expected, args = f(*(a := inputs())), a",
         "    actual, args2 = compiled(*(b := inputs())), b",
     ]

@@ -1,6 +1,8 @@
-"""DeepLink's operator list (category, name, priority P0/P1/P2), mapped to the operator database, and a category for the rest.
+"""DeepLink's operator list (category, name, priority P0/P1/P2), mapped to the operator database, and a
+category for the rest.
 
-`grades.csv`: category, name, grade, kind (dense or sparse), operators (database names, spaces between), reason (why none).
+`grades.csv`: category, name, grade, kind (dense or sparse), operators (database names, spaces between),
+reason (why none).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Measure how Inductor takes each operator, and write `inductor.csv`: the second column of the report.
 
-python -m dicp.conformance.inductor            a few minutes; nothing is built, lowering is all that is asked of Inductor
+python -m dicp.conformance.inductor
+
+A few minutes; nothing is built, lowering is all that is asked of Inductor.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def measure(op: opdb.Operator) -> tuple[str, str]:
         if case.id.startswith("s") and ":" not in case.id and case.id[1:].isdigit():
             try:
                 call(op, case, runner.fresh(case), False, SEED)
-            except Exception:  # noqa: BLE001  what eager refuses is no case
+            except Exception:  # what eager refuses is no case
                 continue
             group.append(case)
     found: list[tuple[str, str]] = []
@@ -69,7 +71,7 @@ def measure(op: opdb.Operator) -> tuple[str, str]:
         try:
             if group:
                 runner.compiled(group)
-        except Exception as e:  # noqa: BLE001  Lowered comes wrapped by Dynamo; all else is Inductor failing
+        except Exception as e:  # Lowered comes wrapped by Dynamo; all else is Inductor failing
             if "Lowered" not in str(e) and not isinstance(e.__cause__, Lowered):
                 return "fails", first_line(e)[:120]
     if not found:

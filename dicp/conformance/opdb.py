@@ -1,7 +1,7 @@
 """PyTorch's operator database as plain rows; the only module of this package that imports it.
 
-The database lives under `torch.testing._internal`: it ships in every wheel, and Inductor's own operator suite runs over
-it, but it takes seconds to import, so nothing here is imported before a run begins.
+The database lives under `torch.testing._internal`: it ships in every wheel, and Inductor's own operator suite
+runs over it, but it takes seconds to import, so nothing here is imported before a run begins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ UNDEFINED_ON_SPECIAL = frozenset({"byte", "char", "int", "long", "short", "to"})
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an operator: `call(*args, **kwargs)`; `process` picks the differentiable part of a result."""
+    """One call of an operator: `call(*args, **kwargs)`; `process` picks the differentiable part of a
+    result.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -103,7 +105,9 @@ def _unseeded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def operators(device: str = "cpu") -> dict[str, Operator]:
-    """Every operator of the database and of `extra.py` by its full name (`name` or `name.variant`), sorted."""
+    """Every operator of the database and of `extra.py` by its full name (`name` or `name.variant`),
+    sorted.
+    """
     from torch.testing._internal import common_methods_invocations as database
 
     from .extra import EXTRA

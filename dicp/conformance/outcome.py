@@ -16,7 +16,8 @@ from .cases import Case, put_tensors, widen
 class Outcome:
     """The result of one call.
 
-    leaves: results, flattened; inputs: the tensors given, as the call left them; grads: of those that require it.
+    leaves: results, flattened; inputs: the tensors given, as the call left them; grads: of those that require
+    it.
     """
 
     structure: str
@@ -27,7 +28,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What differs: `check` is one of structure, type, dtype, shape, stride, alias, mutation, value, gradient."""
+    """What differs: `check` is one of structure, type, dtype, shape, stride, alias, mutation, value,
+    gradient.
+    """
 
     check: str
     message: str
@@ -41,7 +44,8 @@ def flatten(value: Any) -> tuple[str, tuple[Any, ...]]:
         return "{" + inside + "}", tuple(x for p in parts for x in p[1])
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         parts = [flatten(v) for v in value]
-        # torch.return_types and plain tuples are one thing here: Dynamo keeps the names, graph breaks may not.
+        # torch.return_types and plain tuples are one thing here: Dynamo keeps the names, graph breaks may
+        # not.
         mark = "list" if isinstance(value, list) else "tuple"
         return f"{mark}({', '.join(p[0] for p in parts)})", tuple(x for p in parts for x in p[1])
     return "*", (value,)
@@ -91,7 +95,9 @@ def call(
     seed: int = 0,
     wide: bool = False,
 ) -> Outcome:
-    """Run a case eagerly. In-place forms write to a copy where the input is a leaf that requires gradients."""
+    """Run a case eagerly. In-place forms write to a copy where the input is a leaf that requires
+    gradients.
+    """
     args, kwargs, given = (case.args, case.kwargs, list(tensors)) if not wide else widen(case, tensors)
     used = list(given)
     if case.inplace and gradient and given[0].requires_grad:
@@ -248,7 +254,7 @@ class Reference:
             torch.set_default_dtype(torch.float64)
             try:
                 self._runs[push] = call(self._op, self._case, tensors, self._gradient, self._seed, wide=True)
-            except Exception:  # noqa: BLE001  an operator may refuse fp64 in any way it likes: then there is no reference
+            except Exception:  # an operator may refuse fp64 in any way: then no reference
                 self._runs[push] = None
             finally:
                 torch.set_default_dtype(default)

@@ -11,14 +11,17 @@ from .cases import Mode
 from .unit import Unit, dtype_named
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool", "complex64")
-# What differs between dtypes shows in the static forward run; sizes and gradients are tried where they differ.
+# What differs between dtypes shows in the static forward run; sizes and gradients are tried where they
+# differ.
 DYNAMIC_DTYPES = ("float32", "int64")
 GRADIENT_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's extent. ops: a regular expression searched in full names; shard: (number, of), counted from one."""
+    """A run's extent. ops: a regular expression searched in full names; shard: (number, of), counted from
+    one.
+    """
 
     ops: str = ""
     dtypes: tuple[str, ...] = ()

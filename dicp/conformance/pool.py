@@ -130,7 +130,7 @@ class Pool:
                     result = attendant.run(unit)
                     with lock:
                         report(result)
-            except BaseException as e:  # noqa: BLE001  handed to the main thread, which raises it
+            except BaseException as e:  # handed to the main thread, which raises it
                 errors.append(e)
                 stop.set()
             finally:

@@ -20,7 +20,9 @@ WAYS = ("generated", "library", "extern", "eager", "fails")
 
 @dataclass
 class Failure:
-    """One case that fails. status: fail (counts against the run), xfail (in the table), upstream (aot_eager fails alike)."""
+    """One case that fails. status: fail (counts against the run), xfail (in the table), upstream (aot_eager
+    fails alike).
+    """
 
     operator: str
     dtype: str
@@ -36,8 +38,9 @@ class Failure:
 class OperatorReport:
     """Everything a run learnt about one operator.
 
-    how: the weakest way any of its real-dtype units went: generated < library < extern < eager (no graph reached the
-    backend) < fails; how_complex: the same over complex dtypes; inductor: the same for Inductor, see inductor.csv.
+    how: the weakest way any of its real-dtype units went: generated < library < extern < eager (no graph
+    reached the backend) < fails; how_complex: the same over complex dtypes; inductor: the same for Inductor,
+    see inductor.csv.
     """
 
     name: str
@@ -83,7 +86,9 @@ class Report:
 
 @functools.cache
 def inductor_ways() -> dict[str, str]:
-    """operator -> generated | library | fallback | fails, as measured once on Inductor (scripted by `inductor.py`)."""
+    """operator -> generated | library | fallback | fails, as measured once on Inductor (scripted by
+    `inductor.py`).
+    """
     path = Path(__file__).parent / "inductor.csv"
     if not path.exists():
         return {}
@@ -194,7 +199,9 @@ def _table(title: str, table: dict[str, Counter[str]]) -> list[str]:
 
 
 def beside_inductor(operators: Sequence[OperatorReport]) -> tuple[int, int]:
-    """Of the operators Inductor compiles without a fallback: (those this run compiled without extern, all)."""
+    """Of the operators Inductor compiles without a fallback: (those this run compiled without extern,
+    all).
+    """
     theirs = [o for o in operators if o.inductor in ("generated", "library") and o.how]
     return sum(o.how in ("generated", "library") for o in theirs), len(theirs)
 
@@ -202,9 +209,11 @@ def beside_inductor(operators: Sequence[OperatorReport]) -> tuple[int, int]:
 def text(report: Report, verbose: bool = False) -> str:
     """The report for a terminal."""
     lines = [
-        f"backend {report.backend}, torch {report.torch}, {len(report.operators)} operators, {report.seconds:.0f} s",
-        f"cases: {report.count('passed')} pass, {report.count('failed')} fail, {report.count('xfailed')} expected "
-        f"failures, {report.count('upstream')} fail in aot_eager too, {report.count('skipped')} refused by eager",
+        f"backend {report.backend}, torch {report.torch}, {len(report.operators)} operators, "
+        f"{report.seconds:.0f} s",
+        f"cases: {report.count('passed')} pass, {report.count('failed')} fail, "
+        f"{report.count('xfailed')} expected failures, {report.count('upstream')} fail in aot_eager too, "
+        f"{report.count('skipped')} refused by eager",
         "",
     ]
     lines += _table("by grade", tally(report.operators, "grade")) + [""]
@@ -212,8 +221,8 @@ def text(report: Report, verbose: bool = False) -> str:
     mine, theirs = beside_inductor(report.operators)
     if theirs:
         lines.append(
-            f"of {theirs} operators that Inductor compiles without fallback, {mine} compile here without extern "
-            f"({100 * mine / theirs:.1f}%)"
+            f"of {theirs} operators that Inductor compiles without fallback, {mine} compile here without "
+            f"extern ({100 * mine / theirs:.1f}%)"
         )
     externs: Counter[str] = Counter()
     for o in report.operators:

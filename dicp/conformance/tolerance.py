@@ -4,15 +4,18 @@ For every element i of a floating-point result, with a = compiled, e = eager, r 
 
     |a_i - r_i|  <=  2 * E_i  +  ULPS[dtype] * eps[dtype] * S_i  +  2 * smallest_subnormal[dtype]
 
-* An *elementwise* operator is judged element by element: S_i = |r_i|, and E_i = max(|e_i - r_i|, w * |r_i|), w being eager's
-  own worst relative error in that tensor, at most 64 eps (so that one element where eager got lucky is no yardstick).
-* An *accumulating* operator (everything else, and every gradient) is judged normwise, as numerical analysis does, since the
-  order of a sum is nobody's promise: S = max |r|, E = max |e - r|.
-* Where that fails, the problem's conditioning is asked: the reference is run again on inputs moved by one eps, relatively.
-  A result that moves by d when each input moves by one ulp cannot be demanded to be nearer than d. A response so big
-  that it is a jump and not a slope (a rounding boundary, a changed argmax) is not accepted.
-* NaN and infinities: each element is of the same class (NaN, +inf, -inf, finite) as eager's, or as the reference rounded to
-  the dtype (a compiler that keeps fp32 inside may rightly stay finite where eager's bf16 step overflowed).
+* An *elementwise* operator is judged element by element: S_i = |r_i|, and E_i = max(|e_i - r_i|, w * |r_i|),
+  w being eager's own worst relative error in that tensor, at most 64 eps (so that one element where eager got
+  lucky is no yardstick).
+* An *accumulating* operator (everything else, and every gradient) is judged normwise, as numerical analysis
+  does, since the order of a sum is nobody's promise: S = max |r|, E = max |e - r|.
+* Where that fails, the problem's conditioning is asked: the reference is run again on inputs moved by one
+  eps, relatively. A result that moves by d when each input moves by one ulp cannot be demanded to be nearer
+  than d. A response so big that it is a jump and not a slope (a rounding boundary, a changed argmax) is not
+  accepted.
+* NaN and infinities: each element is of the same class (NaN, +inf, -inf, finite) as eager's, or as the
+  reference rounded to the dtype (a compiler that keeps fp32 inside may rightly stay finite where eager's bf16
+  step overflowed).
 * Integers and booleans: equal to eager, or to the exact reference. No percentage of wrong elements is free.
 """
 
@@ -94,8 +97,8 @@ def judge(
     """Why `actual` is not accurate enough, or None.
 
     reference: the fp64 (exact integer) result, None where there is none: then eager stands for it.
-    wobble: the largest response of the reference, per element, to inputs moved by one eps; called only when needed.
-    inputs_scale: the largest finite magnitude among the inputs.
+    wobble: the largest response of the reference, per element, to inputs moved by one eps; called only when
+    needed. inputs_scale: the largest finite magnitude among the inputs.
     """
     if actual.numel() == 0 or same_bits(actual, eager):
         return None
@@ -112,7 +115,8 @@ def judge(
     if bool(bad.any()):
         return "not the same NaN/inf class: " + _first(bad, actual, eager, ref)
     a, e = actual.to(wide(dtype)), eager.to(wide(dtype))
-    # Where the reference overflows or is NaN but compiled and eager agree to be finite, eager is all there is to compare to.
+    # Where the reference overflows or is NaN but compiled and eager agree to be finite, eager is all there is
+    # to compare to.
     ref = torch.where(torch.isfinite(ref), ref, e)
     live = torch.isfinite(a) & torch.isfinite(ref)
     if not bool(live.any()):

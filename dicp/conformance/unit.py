@@ -93,8 +93,8 @@ def dtype_named(name: str) -> torch.dtype:
 def source(op: opdb.Operator, group: Sequence[Case], gradient: bool) -> tuple[str, dict[str, Any]]:
     """Python text of a function that makes every call of the group, and the names it uses.
 
-    Text and not a closure: arguments that are no tensors become literals, so that they stay constants for Dynamo as they
-    are in a user's model, and the text is what a report can show.
+    Text and not a closure: arguments that are no tensors become literals, so that they stay constants for
+    Dynamo as they are in a user's model, and the text is what a report can show.
     """
     constants: dict[str, Any] = {}
     lines, at = ["def f(t):"], 0
@@ -130,7 +130,8 @@ class Runner:
     def compiled(self, group: Sequence[Case]) -> list[Outcome]:
         """The outcomes of one compiled call that makes all the group's calls.
 
-        Dynamic: called twice, with the sizes of the cases and with grown ones; the second outcomes follow the first.
+        Dynamic: called twice, with the sizes of the cases and with grown ones; the second outcomes follow the
+        first.
         """
         text, names = source(self.op, group, self.gradient)
         exec(compile(text, f"<conformance {self.op.name}>", "exec"), names)
@@ -170,7 +171,9 @@ class Runner:
         return [tuple(next(it) for _ in ts) for ts in inputs]
 
     def judge(self, case: Case, eager: Outcome, actual: Outcome) -> Mismatch | None:
-        """Compare, with the random operators' rule: same stream as eager, or else nothing but the metadata."""
+        """Compare, with the random operators' rule: same stream as eager, or else nothing but the
+        metadata.
+        """
         wrong = compare(self.op, case, eager, actual, self.gradient, lambda: self.fresh(case), SEED)
         if wrong is None or wrong.check not in ("value", "gradient", "mutation"):
             return wrong
@@ -212,7 +215,7 @@ def run_group(
     limit = [] if limit is None else limit
     try:
         outcomes = runner.compiled([c for c, _ in group])
-    except Exception as e:  # noqa: BLE001  whatever a compiler raises is a finding, not a fault of this program
+    except Exception as e:  # whatever a compiler raises is a finding
         why = first_line(e)
         if len(group) == 1:
             case = group[0][0]
@@ -248,13 +251,13 @@ def prepare(runner: Runner, cases: Iterable[Case]) -> tuple[list[tuple[Case, Out
             eager = runner.eager(case)
             if runner.gradient and all(g is None for g in eager.grads):
                 raise ValueError("no gradient reaches an input")
-        except Exception as e:  # noqa: BLE001  what eager refuses is no case
+        except Exception as e:  # what eager refuses is no case
             skipped.append(CaseResult(case.id, "skip", "eager", first_line(e)))
             continue
         if case.resized is not None:
             try:
                 runner.eager(grow(case))
-            except Exception:  # noqa: BLE001  fixed sizes in the arguments: no second sizes
+            except Exception:  # fixed sizes in the arguments: no second sizes
                 case = Case(case.id, case.args, case.kwargs, case.tensors, case.inplace, case.process)
         ready.append((case, eager))
     return ready, skipped
@@ -269,8 +272,8 @@ def run_unit(
 ) -> UnitResult:
     """Run every case of the unit.
 
-    isolate: one compile per case, each announced by `progress` before it starts, so that whoever watches this process
-    knows which case killed it; skip: cases not to run again.
+    isolate: one compile per case, each announced by `progress` before it starts, so that whoever watches this
+    process knows which case killed it; skip: cases not to run again.
     """
     op, dtype = opdb.find(unit.op, unit.device), dtype_named(unit.dtype)
     result = UnitResult(unit.key)
@@ -292,7 +295,8 @@ def run_unit(
     elif ready:
         result.cases += _in_groups(runner, unit, ready)
         if _counters()["graphs"] == before["graphs"] and unit.dynamic is False:
-            # Dynamo leaves these in Python by default; a user may ask it not to, so the backend must be ready.
+            # Dynamo leaves these in Python by default; a user may ask it not to, so the backend must be
+            # ready.
             with torch._dynamo.config.patch(
                 capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
             ):

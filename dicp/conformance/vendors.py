@@ -8,7 +8,9 @@ SHIPPED = {"cpu_graph": "dicp_cpu", "cuda_graph": "dicp_cuda"}
 
 
 def backend_of(vendor: str) -> str:
-    """The `torch.compile` backend of a vendor: the registered one's own word, or what ships under that name."""
+    """The `torch.compile` backend of a vendor: the registered one's own word, or what ships under that
+    name.
+    """
     for entry in entry_points(group="dicp.vendors"):
         if entry.name == vendor:
             name = getattr(entry.load(), "backend", None)

@@ -1,6 +1,8 @@
-"""A worker process: units in as JSON lines on stdin, results out as JSON lines, everything else it prints to a log.
+"""A worker process: units in as JSON lines on stdin, results out as JSON lines, all else to a log.
 
-python -m dicp.conformance.worker BACKEND [MODULE ...]        modules to import first, which may register backends
+python -m dicp.conformance.worker BACKEND [MODULE ...]
+
+The modules are imported first: they may register backends.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def _private_stdout() -> IO[str]:
 
 
 def quiet() -> None:
-    """One thread, no warnings, and no cached compilations: a cache hit would hide what this run should see."""
+    """One thread, no warnings, and no cached compilations: a cache hit would hide what this run should
+    see.
+    """
     import torch
     import torch._functorch.config
 
@@ -57,7 +61,7 @@ def main(argv: list[str]) -> int:
         unit = Unit(**job["unit"])
         try:
             result = run_unit(unit, backend, tell if job["isolate"] else None, job["isolate"], job["skip"])
-        except Exception as e:  # noqa: BLE001  a unit that cannot even be set up is reported, the worker lives on
+        except Exception as e:  # a unit that cannot even be set up is reported, too
             traceback.print_exc()
             result = UnitResult(unit.key, error=first_line(e))
         gc.collect()

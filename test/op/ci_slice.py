@@ -1,4 +1,6 @@
-"""The part of the operator suite that CI runs: operators that stand for every rule of lowering, in few dtypes."""
+"""The part of the operator suite that CI runs: operators that stand for every rule of lowering, in few
+dtypes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What single operators do not show: autocast, torch.func, custom functions and ops, control flow, containers, RNNs, graph breaks.
+"""What single operators do not show: autocast, torch.func, custom functions and ops, control flow,
+containers, RNNs, graph breaks.
 
-Every test holds a compiled function to the eager one: values by the accuracy rule, dtypes, shapes, strides, gradients.
+Every test holds a compiled function to the eager one: values by the accuracy rule, dtypes, shapes, strides,
+gradients.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def agree(
     strides: bool = True,
     fullgraph: bool = False,
 ) -> Any:
-    """Run eager, compiled (twice: the second call takes the fast path) and fp64; compare results, arguments and gradients."""
+    """Run eager, compiled (twice: the second call takes the fast path) and fp64; compare results, arguments
+    and gradients.
+    """
     given, wide = copied(list(args)), double(copied(list(args)))
     eager = fn(*given)
     ref: Any = None
