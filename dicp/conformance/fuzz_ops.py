@@ -1,8 +1,8 @@
 """What the fuzzer writes: statements over tensors, as text templates with conditions on their operands.
 
 A rule is given operands and a random generator and answers with a template (`torch.add({0}, {1})`) or None
-where it does not apply. Sizes are spelled through operands (`{0}.shape[0]`), so that a program means something
-for other sizes as well.
+where it does not apply. Sizes are spelled through operands (`{0}.shape[0]`), so that a program means
+something for other sizes as well.
 """
 
 from __future__ import annotations
