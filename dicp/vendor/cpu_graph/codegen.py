@@ -102,6 +102,7 @@ class _KernelWriter:
         self.scan_refs = {r for s in kernel.body if isinstance(s, Scan) for r in s.refs}
         self.phases = self._phase_of()
         self.scratch: list[str] = []
+        self.written: set[int] = set()      # outer-level stores of a row kernel that stand already
 
     # -- the function --------------------------------------------------------------------------------------------
 
@@ -132,8 +133,8 @@ class _KernelWriter:
                 if e.op == "load":
                     last_load[e.args[0]] = max(last_load.get(e.args[0], 0), out[k])
         for k, s in enumerate(self.kernel.body):
-            if isinstance(s, Store):        # what later phases read must not change before them
-                out[k] = max(out[k], last_load.get(s.buffer, 0))
+            if isinstance(s, Store) and s.buffer in last_load:      # what later phases read must not change before
+                out[k] = max(out[k], last_load[s.buffer] + (0 if self._is_full(s) else 1))
         return out
 
     def _is_full(self, s: Statement) -> bool:
@@ -230,20 +231,10 @@ class _KernelWriter:
             for s in full:
                 if isinstance(s, Reduce):
                     self._combine_lanes(s, outer)
-        ready = [s for k, s in enumerate(self.kernel.body) if isinstance(s, Store) and not self._is_full(s)
-                 and self.phases[k] == phase + (1 if full and any(isinstance(f, Reduce) for f in full) else 0)]
-        if not full:
-            ready += [s for s in mine if isinstance(s, Store) and s not in ready]
-        for s in ready:
-            if (id(s)) not in self._written:
-                self._written.add(id(s))
+        for k, s in enumerate(self.kernel.body):        # results that this phase completed
+            if isinstance(s, Store) and not self._is_full(s) and self.phases[k] <= phase + 1 and k not in self.written:
+                self.written.add(k)
                 self._stores([s], outer)
-
-    @property
-    def _written(self) -> set[int]:
-        if not hasattr(self, "_written_set"):
-            self._written_set: set[int] = set()
-        return self._written_set
 
     def _inner_loops(self, lines: list[str]) -> list[str]:
         """The loops over the reduced (or serial) axes around one phase's body."""
