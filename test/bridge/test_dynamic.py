@@ -122,6 +122,17 @@ def test_symbolic_training() -> None:
     assert [c.role for c in found] == ["forward", "backward"]
 
 
+def test_size_read_from_data() -> None:
+    """An unbacked size: an extern call finds it, kernels use it."""
+    def f(x, m):
+        return x[m] * 2
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(f, backend="dicp_cpu", fullgraph=True)
+        for keep in (3, 0, 8):
+            x, m = r(8, 5), torch.arange(8) < keep
+            close(compiled(x, m), f(x, m))
+
+
 def test_memory_plan_with_symbols_names_them() -> None:
     f = torch.compile(lambda x: x.exp() @ x.t().sin(), backend="dicp_cpu", dynamic=True)
     with compiles() as found:

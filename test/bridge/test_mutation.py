@@ -129,6 +129,8 @@ MUTATIONS = {
     "swap": (swap, r(40), r(40)),
     "use_old_and_new": (use_old_and_new, r(5, 7)),
     "normalise_in_place": (normalise_in_place, r(5, 70)),
+    "read_after_reduction": (read_after_reduction, r(5, 70)),
+    "centred_old_value": (centred_old_value, r(5, 70)),
     "softmax_into": (softmax_into, r(5, 70), r(5, 70)),
     "shift_in_place": (shift_in_place, r(40)),
     "transpose_in_place": (transpose_in_place, r(33, 33)),
@@ -191,6 +193,37 @@ RESULTS = {
     "library_result_view": (lambda x: ((x @ x.t())[1:], x), r(4, 5)),
     "real_view_of_complex": (lambda x: torch.view_as_real(torch.polar(x, x)), r(4, 5)),
 }
+
+
+FRESH = {
+    "clone": lambda x: x.clone(),
+    "times_one": lambda x: x * 1,
+    "cat_of_one": lambda x: torch.cat([x]),
+    "roll_by_zero": lambda x: x.roll(0, 1),
+    "copy": lambda x: x.to(torch.float32, copy=True),
+    "first_power": lambda x: x.pow(1),
+    "pad_by_zero": lambda x: torch.nn.functional.pad(x, (0, 0)),
+    "repeat_once": lambda x: x.repeat(1, 1),
+    "sum_of_one": lambda x: x[None].sum(0),
+    "cumsum_of_one": lambda x: x[None].cumsum(0)[0],
+    "sum_of_no_dims": lambda x: x[0, 0].sum(),
+    "flip_of_one": lambda x: x[None].flip(0)[0],
+    "gather_of_all": lambda x: x.gather(1, torch.arange(5).expand(4, 5)),
+    "slice_clone": lambda x: x[1:].clone(),
+    "transposed_clone": lambda x: x.t().clone(),
+    "result_and_clone": lambda x: ((y := x.exp()), y.clone()),
+    "result_and_part_of_it": lambda x: ((y := x.exp()), y[1:].clone()),
+    "result_times_one": lambda x: ((y := x.exp()), y * 1),
+    "library_result_and_clone": lambda x: ((y := x @ x.t()), y.clone()),
+    "two_clones": lambda x: (x.exp().clone(), x.exp().clone()),
+    "constants": lambda x: (torch.ones(3), torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_fresh_results_share_no_memory(name: str) -> None:
+    """What eager allocates anew is the caller's to write on, even where the elements are those of an input."""
+    check(FRESH[name], r(4, 5), calls=1)
 
 
 @pytest.mark.parametrize("name", RESULTS)
