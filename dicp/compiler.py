@@ -90,4 +90,5 @@ def _timer(seconds: dict[str, float]) -> Callable[[str], contextlib.AbstractCont
         start = time.perf_counter()
         yield
         seconds[name] = time.perf_counter() - start
+
     return step

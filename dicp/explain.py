@@ -1,6 +1,6 @@
 """What dicp makes of a model: graphs, breaks, kernels with what they fuse, externs, memory, time by phase.
 
-    import dicp; print(dicp.explain(model, x))          or: python -m dicp.explain package.module:function
+import dicp; print(dicp.explain(model, x))          or: python -m dicp.explain package.module:function
 """
 
 from __future__ import annotations
@@ -42,25 +42,39 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.graphs)} graphs, {len(self.breaks)} graph breaks, first call {self.total_seconds:.2f} s"]
+        lines = [
+            f"{len(self.graphs)} graphs, {len(self.breaks)} graph breaks, first call {self.total_seconds:.2f} s"
+        ]
         lines += [f"  break: {b}" for b in self.breaks]
         for g in self.graphs:
             lines.append("")
-            lines.append(f"{g.name}: {len(g.kernels)} kernels, {len(g.library)} library calls, {len(g.externs)} externs")
+            lines.append(
+                f"{g.name}: {len(g.kernels)} kernels, {len(g.library)} library calls, {len(g.externs)} externs"
+            )
             for k in g.kernels:
                 lines.append(f"  kernel {k['name']}  x{k['launches']}  {k['space']}")
                 lines += [f"      {o}" for o in k["fuses"]]
             lines += [f"  library {text}" for text in _counted(g.library)]
             lines += [f"  EXTERN {text}" for text in _counted(g.externs)]
-            lines.append(f"  memory: arena {g.arena} bytes, most alive at once {g.most_alive}, "
-                         f"{g.saved_in_place} results in place of an operand")
-            lines.append("  time: " + ", ".join(f"{k} {v:.3f} s" for k, v in g.seconds.items())
-                         + f" ({g.built} units built, {g.from_cache} from the cache)")
+            lines.append(
+                f"  memory: arena {g.arena} bytes, most alive at once {g.most_alive}, "
+                f"{g.saved_in_place} results in place of an operand"
+            )
+            lines.append(
+                "  time: "
+                + ", ".join(f"{k} {v:.3f} s" for k, v in g.seconds.items())
+                + f" ({g.built} units built, {g.from_cache} from the cache)"
+            )
         return "\n".join(lines)
 
 
-def explain(model: Callable[..., Any], *args: Any, backend: str = "dicp", options: dict[str, Any] | None = None,
-            **kwargs: Any) -> Explanation:
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    backend: str = "dicp",
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
     """Compile and run `model(*args, **kwargs)` once, and tell what was made of it.
 
     When a floating result requires a gradient, the backward is run too (of the sum of such results).
@@ -68,6 +82,7 @@ def explain(model: Callable[..., Any], *args: Any, backend: str = "dicp", option
     import torch
 
     from dicp import compat
+
     found: list[Compiled] = []
     compat.reset_dynamo()
     compat.clear_graph_breaks()
@@ -87,18 +102,33 @@ def report(compiled: Compiled) -> GraphReport:
     program = compiled.program
     kernels: dict[str, dict[str, Any]] = {}
     for launch in program.launches:
-        entry = kernels.setdefault(launch.kernel.digest, {
-            "name": f"{launch.kernel.name}_{launch.kernel.digest[:8]}", "launches": 0,
-            "space": ", ".join(f"{a.size}{' reduced' if a.reduced else ''}" for a in launch.kernel.axes) or "one element",
-            "fuses": list(launch.kernel.origins)})
+        entry = kernels.setdefault(
+            launch.kernel.digest,
+            {
+                "name": f"{launch.kernel.name}_{launch.kernel.digest[:8]}",
+                "launches": 0,
+                "space": ", ".join(f"{a.size}{' reduced' if a.reduced else ''}" for a in launch.kernel.axes)
+                or "one element",
+                "fuses": list(launch.kernel.origins),
+            },
+        )
         entry["launches"] += 1
     plan = program.plan
     sizes = [n if isinstance(n, int) else str(n) for n in (plan.size, plan.lower_bound)]
     stats = program.build_stats
     return GraphReport(
-        compiled.name, compiled.role, list(kernels.values()),
-        [f"{c.claim.name}    {c.note}" for c in program.library_calls], [c.note for c in program.externs],
-        sizes[0], sizes[1], len(plan.root), compiled.seconds, getattr(stats, "compiled", 0), getattr(stats, "hits", 0))
+        compiled.name,
+        compiled.role,
+        list(kernels.values()),
+        [f"{c.claim.name}    {c.note}" for c in program.library_calls],
+        [c.note for c in program.externs],
+        sizes[0],
+        sizes[1],
+        len(plan.root),
+        compiled.seconds,
+        getattr(stats, "compiled", 0),
+        getattr(stats, "hits", 0),
+    )
 
 
 def _counted(lines: list[str]) -> list[str]:
@@ -116,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     import json
     import os
     import sys
+
     parser = argparse.ArgumentParser(prog="python -m dicp.explain", description=main.__doc__)
     parser.add_argument("source", help="module:function returning (model, args)")
     parser.add_argument("--backend", default="dicp")

@@ -15,8 +15,11 @@ from dicp.passes.layout import FREE_OUTPUTS, repropagate
 from dicp.schedule.defs import View
 
 
-def compile_joint(gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: Any, config: Any) -> Callable[..., Any]:
+def compile_joint(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: Any, config: Any
+) -> Callable[..., Any]:
     """Trace forward and (where gradients are needed) backward, and compile each."""
+
     def inner(role: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if role == "forward":
@@ -28,10 +31,17 @@ def compile_joint(gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: Any
             if role == "forward":
                 compat.report_output_strides(output_strides(compiled))
             return compiled.call
+
         return compile_inner
+
     return compat.aot_compile(
-        gm, example_inputs, forward=inner("forward"), backward=inner("backward"), inference=inner("inference"),
-        decompositions=decomposition_table(lambda op: False))
+        gm,
+        example_inputs,
+        forward=inner("forward"),
+        backward=inner("backward"),
+        inference=inner("inference"),
+        decompositions=decomposition_table(lambda op: False),
+    )
 
 
 def _free_saved_strides(graph: fx.GraphModule) -> None:
@@ -43,8 +53,14 @@ def _free_saved_strides(graph: fx.GraphModule) -> None:
     results = next(iter(reversed(graph.graph.nodes))).args[0]
     shown = set(results[:visible])
     graph.meta[FREE_OUTPUTS] = tuple(
-        k for k, node in enumerate(results) if k >= visible and isinstance(node, fx.Node) and node.op != "placeholder"
-        and node not in shown and isinstance(node.meta.get("val"), torch.Tensor))
+        k
+        for k, node in enumerate(results)
+        if k >= visible
+        and isinstance(node, fx.Node)
+        and node.op != "placeholder"
+        and node not in shown
+        and isinstance(node.meta.get("val"), torch.Tensor)
+    )
 
 
 def _saved_as_given(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -61,7 +77,9 @@ def _saved_as_given(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
 def output_strides(compiled: Compiled) -> list[Any]:
     """Strides of each output of a graph of static sizes; None for what we did not lay out."""
     outputs = compiled.program.lowered.outputs
-    if any(isinstance(o, View) and not all(isinstance(s, int) for s in (*o.shape, *o.strides)) for o in outputs):
+    if any(
+        isinstance(o, View) and not all(isinstance(s, int) for s in (*o.shape, *o.strides)) for o in outputs
+    ):
         return []
     return [o.strides if isinstance(o, View) else None for o in outputs]
 

@@ -18,23 +18,46 @@ import torch
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 
-COMPUTE_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-                  torch.float32, torch.float64)
+COMPUTE_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.float64,
+)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-NAMES = {torch.bool: "b8", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
-         torch.int64: "i64", torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16",
-         torch.float16: "f16"}
+NAMES = {
+    torch.bool: "b8",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}
 
-UNARY = frozenset("""neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos
+UNARY = frozenset(
+    """neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos
     atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc round_even isnan isinf
-    signbit lnot bnot""".split())
-BINARY = frozenset("""add sub mul div div_trunc div_floor remainder fmod pow atan2 hypot copysign nextafter
-    minimum maximum fmin fmax lt le gt ge eq ne land lor lxor band bor bxor shl shr gcd lcm""".split())
+    signbit lnot bnot""".split()
+)
+BINARY = frozenset(
+    """add sub mul div div_trunc div_floor remainder fmod pow atan2 hypot copysign nextafter
+    minimum maximum fmin fmax lt le gt ge eq ne land lor lxor band bor bxor shl shr gcd lcm""".split()
+)
 TERNARY = frozenset(["where", "fma"])
 TO_BOOL = frozenset("lt le gt ge eq ne land lor lxor lnot isnan isinf signbit".split())
 # Costs in units of one add, for the choice between recomputing a value and keeping it.
-EXPENSIVE = frozenset("""exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
-    erf erfc erfinv lgamma digamma sigmoid pow atan2 hypot fmod remainder""".split())
+EXPENSIVE = frozenset(
+    """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    erf erfc erfinv lgamma digamma sigmoid pow atan2 hypot fmod remainder""".split()
+)
 
 Number = Union[bool, int, float]
 Operand = Union["Expr", bool, int, float]
@@ -60,9 +83,14 @@ class Expr:
     def __eq__(self, other: object) -> bool:  # type: ignore[override]
         if self is other:
             return True
-        return (isinstance(other, Expr) and self._hash == other._hash and self.op == other.op
-                and self.dtype == other.dtype and self.args == other.args
-                and (self.op != "const" or repr(self.args) == repr(other.args)))
+        return (
+            isinstance(other, Expr)
+            and self._hash == other._hash
+            and self.op == other.op
+            and self.dtype == other.dtype
+            and self.args == other.args
+            and (self.op != "const" or repr(self.args) == repr(other.args))
+        )
 
     def __repr__(self) -> str:
         if self.op == "const":
@@ -172,9 +200,13 @@ def round_to(x: Expr, dtype: torch.dtype) -> Expr:
 def _pair(a: Operand, b: Operand) -> tuple[Expr, Expr]:
     if not isinstance(a, Expr):
         assert isinstance(b, Expr)
-        return const(a, b.dtype if not isinstance(a, float) or b.dtype.is_floating_point else torch.float32), b
+        return const(
+            a, b.dtype if not isinstance(a, float) or b.dtype.is_floating_point else torch.float32
+        ), b
     if not isinstance(b, Expr):
-        return a, const(b, a.dtype if not isinstance(b, float) or a.dtype.is_floating_point else torch.float32)
+        return a, const(
+            b, a.dtype if not isinstance(b, float) or a.dtype.is_floating_point else torch.float32
+        )
     if a.dtype != b.dtype:
         wide = torch.promote_types(a.dtype, b.dtype)
         return cast(a, wide), cast(b, wide)
@@ -200,18 +232,20 @@ def binary(op: str, a: Operand, b: Operand) -> Expr:
 def _fold(op: str, x: Expr, y: Expr) -> Expr | None:
     """Identities that hold for every value of the dtype, NaN and -0 included, and integer index arithmetic."""
     if op == "mul" and y.op == "const" and y.args[0] == 1 and x.dtype != torch.bool:
-        return x                                                            # x * 1 -> x
+        return x  # x * 1 -> x
     if op == "mul" and x.op == "const" and x.args[0] == 1 and y.dtype != torch.bool:
-        return y                                                            # 1 * x -> x
+        return y  # 1 * x -> x
     if op == "div" and y.op == "const" and y.args[0] == 1 and x.dtype.is_floating_point:
-        return x                                                            # x / 1 -> x
+        return x  # x / 1 -> x
     if x.dtype == torch.int64 and op in ("add", "sub", "mul"):
         a, b = _as_index(x), _as_index(y)
         if a is not None and b is not None:
             return index_value(a + b if op == "add" else a - b if op == "sub" else a * b)
     if x.op == "const" and y.op == "const" and op in ("lt", "le", "gt", "ge", "eq", "ne"):
         a, b = x.args[0], y.args[0]
-        return const({"lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b, "eq": a == b, "ne": a != b}[op], torch.bool)
+        return const(
+            {"lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b, "eq": a == b, "ne": a != b}[op], torch.bool
+        )
     if op in ("land", "lor"):
         for u, v in ((x, y), (y, x)):
             if u.op == "const":
@@ -322,24 +356,35 @@ def variables(*roots: Expr) -> set[ix.Var]:
     return out
 
 
-def rewrite(roots: tuple[Expr, ...], leaf: Callable[[Expr], Expr | None],
-            on_index: Callable[[Index], Index] | None = None) -> tuple[Expr, ...]:
+def rewrite(
+    roots: tuple[Expr, ...],
+    leaf: Callable[[Expr], Expr | None],
+    on_index: Callable[[Index], Index] | None = None,
+) -> tuple[Expr, ...]:
     """Rebuild expressions bottom-up. `leaf` may replace a rebuilt node; `on_index` maps every index first."""
     done: dict[Expr, Expr] = {}
 
     def new_index(i: Any) -> Any:
         if not isinstance(i, ix.Poly):
             return i
+
         def atom(a: ix.Atom) -> Index | None:
             if isinstance(a, ix.Opaque) and a.payload in done:
                 return ix.of(ix.Opaque(done[a.payload], a.size))
             return None
+
         i = ix.map_atoms(i, atom)
         return on_index(i) if on_index is not None else i
 
     for x in walk(*roots):
-        args = tuple(done[a] if isinstance(a, Expr) else tuple(new_index(i) for i in a) if isinstance(a, tuple)
-                     else new_index(a) for a in x.args)
+        args = tuple(
+            done[a]
+            if isinstance(a, Expr)
+            else tuple(new_index(i) for i in a)
+            if isinstance(a, tuple)
+            else new_index(a)
+            for a in x.args
+        )
         same = all(a is b for a, b in zip(args, x.args, strict=True))
         y = x if same else _rebuild(x, args)
         replaced = leaf(y)
@@ -369,5 +414,13 @@ def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
 
 def cost(x: Expr) -> int:
     """Rough work per element, in adds."""
-    return sum(16 if e.op in EXPENSIVE else 4 if e.op in ("div", "sqrt", "rsqrt") else
-               0 if e.op in ("const", "index", "ref", "cast") else 1 for e in walk(x))
+    return sum(
+        16
+        if e.op in EXPENSIVE
+        else 4
+        if e.op in ("div", "sqrt", "rsqrt")
+        else 0
+        if e.op in ("const", "index", "ref", "cast")
+        else 1
+        for e in walk(x)
+    )

@@ -42,7 +42,9 @@ class Var(Atom):
         return hash(self.name)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Var) and self.name == other.name and self.size == other.size)
+        return self is other or (
+            isinstance(other, Var) and self.name == other.name and self.size == other.size
+        )
 
     def __repr__(self) -> str:
         return self.name
@@ -116,7 +118,9 @@ class Poly:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Poly) and self._hash == other._hash and self.terms == other.terms)
+        return self is other or (
+            isinstance(other, Poly) and self._hash == other._hash and self.terms == other.terms
+        )
 
     @property
     def is_atom(self) -> bool:
@@ -194,11 +198,13 @@ def _build(terms: dict[Monomial, int]) -> Index:
         for pos, atom in enumerate(mono):
             if not isinstance(atom, Mod):
                 continue
-            rest = mono[:pos] + mono[pos + 1:]
+            rest = mono[:pos] + mono[pos + 1 :]
             scaled = Poly({tuple(sorted((*rest, Div(atom.num, atom.den)), key=_atom_key)): coef}) * atom.den
             if isinstance(scaled, Poly) and all(terms.get(m) == c for m, c in scaled.terms):
                 joined: Index = -scaled
-                joined = joined + Poly({m: c for m, c in terms.items() if m != mono}) if len(terms) > 1 else joined
+                joined = (
+                    joined + Poly({m: c for m, c in terms.items() if m != mono}) if len(terms) > 1 else joined
+                )
                 return joined + Poly({rest: coef}) * atom.num if rest else joined + coef * atom.num
     if not terms:
         return 0

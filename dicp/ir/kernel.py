@@ -117,7 +117,9 @@ def canonical(kernel: Kernel) -> Kernel:
     index_map: dict[ix.Atom, Index] = {v: ix.of(n) for v, n in axes.items()}
     index_map.update(size_map)
     buffers = {p.name: f"b{k}" for k, p in enumerate(kernel.params)}
-    refs = {r: f"r{k}" for k, r in enumerate(r for s in kernel.body if not isinstance(s, Store) for r in s.refs)}
+    refs = {
+        r: f"r{k}" for k, r in enumerate(r for s in kernel.body if not isinstance(s, Store) for r in s.refs)
+    }
 
     def leaf(x: Expr) -> Expr | None:
         if x.op == "load":
@@ -130,8 +132,12 @@ def canonical(kernel: Kernel) -> Kernel:
         return ix.substitute(i, index_map)
 
     values = rewrite(tuple(s.value for s in kernel.body), leaf, on_index)
-    stores = [Expr("index", (s.index,), torch.int64) if isinstance(s, Store) and not isinstance(s.index, int) else None
-              for s in kernel.body]
+    stores = [
+        Expr("index", (s.index,), torch.int64)
+        if isinstance(s, Store) and not isinstance(s.index, int)
+        else None
+        for s in kernel.body
+    ]
     body: list[Statement] = []
     for s, value, index in zip(kernel.body, values, stores, strict=True):
         if isinstance(s, Store):
@@ -140,9 +146,13 @@ def canonical(kernel: Kernel) -> Kernel:
             body.append(Store(buffers[s.buffer], flat, value, s.mode, s.unique))
         else:
             body.append(type(s)(tuple(refs[r] for r in s.refs), s.kind, value))
-    return Kernel("k", tuple(Axis(axes[a.var], a.reduced, a.serial) for a in kernel.axes),
-                  tuple(Param(buffers[p.name], p.dtype, p.written, p.read) for p in kernel.params),
-                  tuple(sizes.values()), tuple(body))
+    return Kernel(
+        "k",
+        tuple(Axis(axes[a.var], a.reduced, a.serial) for a in kernel.axes),
+        tuple(Param(buffers[p.name], p.dtype, p.written, p.read) for p in kernel.params),
+        tuple(sizes.values()),
+        tuple(body),
+    )
 
 
 _STORE_SIGN = {"set": "=", "add": "+=", "mul": "*=", "max": "max=", "min": "min="}
@@ -151,7 +161,10 @@ _STORE_SIGN = {"set": "=", "add": "+=", "mul": "*=", "max": "max=", "min": "min=
 def show(kernel: Kernel) -> str:
     """The kernel as text; shared subexpressions get names v0, v1, ..."""
     params = ", ".join(f"{p.name}: {NAMES[p.dtype]}{'*' if p.written else ''}" for p in kernel.params)
-    axes = ", ".join(f"{a.var} < {a.size}{' reduced' if a.reduced else ''}{' serial' if a.serial else ''}" for a in kernel.axes)
+    axes = ", ".join(
+        f"{a.var} < {a.size}{' reduced' if a.reduced else ''}{' serial' if a.serial else ''}"
+        for a in kernel.axes
+    )
     sizes = f" sizes {', '.join(v.name for v in kernel.sizes)}" if kernel.sizes else ""
     lines = [f"kernel {kernel.name}({params}){sizes}", f"  for {axes}" if axes else "  once"]
     names: dict[Expr, str] = {}
@@ -183,8 +196,10 @@ def show(kernel: Kernel) -> str:
     for s in kernel.body:
         define(s.value)
         if isinstance(s, Store):
-            lines.append(f"  {s.buffer}[{text_index(s.index)}] {_STORE_SIGN[s.mode]} {text(s.value)}"
-                         f"{'' if s.unique else '  (duplicates)'}")
+            lines.append(
+                f"  {s.buffer}[{text_index(s.index)}] {_STORE_SIGN[s.mode]} {text(s.value)}"
+                f"{'' if s.unique else '  (duplicates)'}"
+            )
         else:
             word = "reduce" if isinstance(s, Reduce) else "scan"
             lines.append(f"  {', '.join(s.refs)} = {word} {s.kind} {text(s.value)}")

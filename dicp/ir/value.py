@@ -49,24 +49,45 @@ class Builder(Protocol):
     def realize(self, value: Value) -> Value:
         """The same tensor, computed once and read from memory."""
 
-    def reduce(self, kind: ReduceKind, shape: Shape, extent: Shape, dtype: torch.dtype,
-               fn: Callable[[Indices, Indices], Expr]) -> Value:
+    def reduce(
+        self,
+        kind: ReduceKind,
+        shape: Shape,
+        extent: Shape,
+        dtype: torch.dtype,
+        fn: Callable[[Indices, Indices], Expr],
+    ) -> Value:
         """Reduce fn(index, reduced index) over `extent`. sum/prod accumulate in the Expr's dtype; max/min propagate
         NaN; argmax/argmin give the first row-major position (int64) in `extent`; any/all give bool."""
 
-    def welford(self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]) -> tuple[Value, Value]:
+    def welford(
+        self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]
+    ) -> tuple[Value, Value]:
         """Mean and sum of squared deviations (m2) over `extent`, in one pass; float32 or float64."""
 
-    def scan(self, kind: ScanKind, shape: Shape, axis: int, dtype: torch.dtype,
-             fn: Callable[[Indices], Expr]) -> Value:
+    def scan(
+        self, kind: ScanKind, shape: Shape, axis: int, dtype: torch.dtype, fn: Callable[[Indices], Expr]
+    ) -> Value:
         """Inclusive scan of fn along one axis."""
 
-    def arg_scan(self, kind: Literal["max", "min"], shape: Shape, axis: int, dtype: torch.dtype,
-                 fn: Callable[[Indices], Expr]) -> tuple[Value, Value]:
+    def arg_scan(
+        self,
+        kind: Literal["max", "min"],
+        shape: Shape,
+        axis: int,
+        dtype: torch.dtype,
+        fn: Callable[[Indices], Expr],
+    ) -> tuple[Value, Value]:
         """cummax / cummin: running best and its int64 position (last of equals, NaN wins), along one axis."""
 
-    def scatter(self, base: Value, extent: Shape, fn: Callable[[Indices], tuple[Indices, Expr]],
-                mode: ScatterMode, unique: bool = False) -> Value:
+    def scatter(
+        self,
+        base: Value,
+        extent: Shape,
+        fn: Callable[[Indices], tuple[Indices, Expr]],
+        mode: ScatterMode,
+        unique: bool = False,
+    ) -> Value:
         """base, then for each index of `extent`, fn gives (target index, element) which is set into or combined with
         the target. Duplicates combine (add...); for "set" the last in row-major order wins. `unique`: targets are
         known to differ."""

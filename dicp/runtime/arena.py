@@ -23,9 +23,13 @@ class Block:
         self.address = self.tensor.data_ptr()
         self.nbytes = nbytes
 
-    def window(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def window(
+        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """A tensor on the block's memory; `offset` in bytes, strides in elements."""
-        flat = self.tensor[offset: offset + (self.tensor.numel() - offset) // dtype.itemsize * dtype.itemsize]
+        flat = self.tensor[
+            offset : offset + (self.tensor.numel() - offset) // dtype.itemsize * dtype.itemsize
+        ]
         return flat.view(dtype).as_strided(shape, strides)
 
 

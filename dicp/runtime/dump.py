@@ -60,10 +60,13 @@ class Dump:
 
     def done(self, compiled: Any) -> None:
         p = compiled.program
-        line = (f"{compiled.name}: {len(p.launches)} kernels, {len(p.library_calls)} library calls, "
-                f"{len(p.externs)} externs, arena {_bytes(p.plan.size)}, "
-                f"{sum(compiled.seconds.values()):.2f} s ("
-                + ", ".join(f"{k} {v:.2f}" for k, v in compiled.seconds.items()) + ")")
+        line = (
+            f"{compiled.name}: {len(p.launches)} kernels, {len(p.library_calls)} library calls, "
+            f"{len(p.externs)} externs, arena {_bytes(p.plan.size)}, "
+            f"{sum(compiled.seconds.values()):.2f} s ("
+            + ", ".join(f"{k} {v:.2f}" for k, v in compiled.seconds.items())
+            + ")"
+        )
         log.info(line)
         if self.config.debug >= 1:
             print(f"dicp: {line}", file=sys.stderr)
@@ -109,6 +112,8 @@ def plan_text(program: Any) -> str:
     plan, buffers = program.plan, program.lowered.buffers
     lines = [f"arena {_bytes(plan.size)}, most alive at once {_bytes(plan.lower_bound)}"]
     for name, offset in plan.offset.items():
-        lines.append(f"  {name}: at {offset}, {_bytes(buffers[name].nbytes)}, until step {plan.last_use.get(name)}")
+        lines.append(
+            f"  {name}: at {offset}, {_bytes(buffers[name].nbytes)}, until step {plan.last_use.get(name)}"
+        )
     lines += [f"  {name}: in place of {root}" for name, root in plan.root.items()]
     return "\n".join(lines)

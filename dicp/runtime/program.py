@@ -1,10 +1,10 @@
 """The compiled form of a graph: an explicit list of steps, and the Python function that runs it.
 
-    alloc     outputs (torch's allocator) and one arena block for every temporary
-    native    a run of kernels and library calls, one call into generated code
-    extern    an aten call made from Python, counted
-    free      library results after their last use
-    return
+alloc     outputs (torch's allocator) and one arena block for every temporary
+native    a run of kernels and library calls, one call into generated code
+extern    an aten call made from Python, counted
+free      library results after their last use
+return
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Segment:
 
     number: int
     items: list[Item] = field(default_factory=list)
-    frees: dict[int, list[str]] = field(default_factory=dict)      # position in items -> roots to free after it
+    frees: dict[int, list[str]] = field(default_factory=dict)  # position in items -> roots to free after it
     kept: list[str] = field(default_factory=list)
 
 
@@ -70,6 +70,7 @@ class Program:
             for a in ix.atoms(i):
                 if isinstance(a, Var) and a.size is None:
                     found[a.name] = a
+
         for b in self.lowered.buffers.values():
             for n in (*b.shape, *b.strides):
                 note(n)
@@ -148,10 +149,15 @@ class Runner:
         self.lowered, self.plan = program.lowered, program.plan
         self.symbols = program.sizes()
         self.bound: set[str] = set()
-        self.names: dict[str, str] = {}                 # buffer root -> Python tensor name
+        self.names: dict[str, str] = {}  # buffer root -> Python tensor name
         self.globals: dict[str, Any] = {
-            "empty_strided": empty_strided_cpu, "ARENA": ARENA, "slots": _slots, "steal": tensor_from_handle,
-            "expect": _expect, "torch": torch}
+            "empty_strided": empty_strided_cpu,
+            "ARENA": ARENA,
+            "slots": _slots,
+            "steal": tensor_from_handle,
+            "expect": _expect,
+            "torch": torch,
+        }
         self.lines: list[str] = []
 
     def function(self) -> Callable[[list[Any]], Any]:
@@ -194,13 +200,19 @@ class Runner:
 
     def _need(self, buffer: Buffer) -> None:
         """Torch memory for a result that has none yet; its sizes are known by now."""
-        if buffer.kind == "output" and self.plan.find(buffer.name) == buffer.name and buffer.name not in self.names:
+        if (
+            buffer.kind == "output"
+            and self.plan.find(buffer.name) == buffer.name
+            and buffer.name not in self.names
+        ):
             self.names[buffer.name] = buffer.name
             self._allocate(buffer.name, buffer)
 
     def _allocate(self, name: str, buffer: Buffer) -> None:
-        self.lines.append(f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
-                          f"{buffer.dtype})")
+        self.lines.append(
+            f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
+            f"{buffer.dtype})"
+        )
 
     def _inputs(self) -> None:
         names = [f"arg{k}" for k in range(len(self.lowered.inputs))]
@@ -227,8 +239,10 @@ class Runner:
 
     def _python_symbols(self) -> list[Var]:
         found: dict[str, Var] = {}
-        stack: list[Any] = [self.lowered.outputs, [(c.args, c.kwargs, [v for v in views((c.args, c.kwargs))])
-                                                   for c in self.program.externs]]
+        stack: list[Any] = [
+            self.lowered.outputs,
+            [(c.args, c.kwargs, [v for v in views((c.args, c.kwargs))]) for c in self.program.externs],
+        ]
         while stack:
             x = stack.pop()
             if isinstance(x, (list, tuple)):
@@ -242,7 +256,7 @@ class Runner:
             elif isinstance(x, Host):
                 found.update({str(e): self.lowered.symbols._symbol(e) for e in x.expr.free_symbols})
         extra: dict[str, Var] = {}
-        for v in [*found.values(), *self.symbols]:      # symbols that host-computed sizes are made of
+        for v in [*found.values(), *self.symbols]:  # symbols that host-computed sizes are made of
             e = self.lowered.symbols.expressions.get(v)
             if e is not None:
                 for s in e.free_symbols:
@@ -254,8 +268,13 @@ class Runner:
 
     def _bind(self, n: ix.Poly, source: str, needed: set[str]) -> None:
         name = n.terms[0][0][0].key
-        if name in needed and name not in self.bound and name.isidentifier() and \
-                isinstance(n.terms[0][0][0], Var) and n.terms[0][0][0] not in self.lowered.symbols.host.values():
+        if (
+            name in needed
+            and name not in self.bound
+            and name.isidentifier()
+            and isinstance(n.terms[0][0][0], Var)
+            and n.terms[0][0][0] not in self.lowered.symbols.host.values()
+        ):
             self.bound.add(name)
             self.lines.append(f"{name} = {source}")
 
@@ -263,8 +282,11 @@ class Runner:
         """Sizes that are not polynomials, computed here from those bound so far."""
         symbols = self.lowered.symbols
         for expr, var in symbols.host.items():
-            if var.name in needed and var.name not in self.bound and \
-                    all(str(s) in self.bound for s in expr.free_symbols):
+            if (
+                var.name in needed
+                and var.name not in self.bound
+                and all(str(s) in self.bound for s in expr.free_symbols)
+            ):
                 free = sorted(expr.free_symbols, key=str)
                 self.globals[f"size_{var.name}"] = _host_function(expr, free)
                 self.lines.append(f"{var.name} = size_{var.name}({', '.join(map(str, free))})")
@@ -293,7 +315,9 @@ class Runner:
     def _extern(self, call: Call) -> None:
         target = f"op_{len(self.globals)}"
         self.globals[target] = call.node.target
-        args = [self._argument(a) for a in call.args] + [f"{k}={self._argument(v)}" for k, v in call.kwargs.items()]
+        args = [self._argument(a) for a in call.args] + [
+            f"{k}={self._argument(v)}" for k, v in call.kwargs.items()
+        ]
         where = user_location(call.node)
         comment = f"    # {where}" if where else ""
         self.lines.append(f"result = {target}({', '.join(args)}){comment}")
@@ -309,7 +333,9 @@ class Runner:
                     if isinstance(n, ix.Poly) and n.is_atom:
                         self._bind(n, f"{b.name}.size({d})", {n.terms[0][0][0].key})
                 self._host_sizes({v.name for v in self.symbols})
-                self.lines.append(f"{b.name} = expect({b.name}, {self._tuple(b.shape)}, {self._tuple(b.strides)})")
+                self.lines.append(
+                    f"{b.name} = expect({b.name}, {self._tuple(b.shape)}, {self._tuple(b.strides)})"
+                )
             elif isinstance(b, Raw):
                 self.names[b.name] = b.name
                 self.lines.append(f"{b.name} = {source}")
@@ -385,6 +411,7 @@ def _expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
 def _host_function(expr: Any, free: list[Any], convert: Callable[[Any], Any] = int) -> Callable[..., Any]:
     def evaluate(*values: int) -> Any:
         return convert(expr.xreplace(dict(zip(free, map(_integer, values), strict=True))))
+
     return evaluate
 
 
@@ -395,6 +422,7 @@ def _number(value: Any) -> bool | float:
 
 def _integer(n: int) -> Any:
     import sympy
+
     return sympy.Integer(n)
 
 
@@ -405,12 +433,16 @@ def _returns_alias(target: Any) -> bool:
 
 def check_failure(messages: Sequence[str], calls: Sequence[Call]) -> Callable[[int], None]:
     """What to raise for a native segment's return code."""
+
     def fail(code: int) -> None:
         if code > 0:
             raise IndexError(messages[code - 1])
         call = calls[-code - 1]
         where = user_location(call.node)
-        raise DicpError(f"{call.node.target}: the library call failed; its message is on stderr", where=where or ())
+        raise DicpError(
+            f"{call.node.target}: the library call failed; its message is on stderr", where=where or ()
+        )
+
     return fail
 
 

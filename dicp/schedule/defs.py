@@ -125,7 +125,7 @@ class Call(Def):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     claim: Any = None
-    results: tuple[Any, ...] = ()       # what the op returns, in order: Buffer, Raw, Index or None
+    results: tuple[Any, ...] = ()  # what the op returns, in order: Buffer, Raw, Index or None
 
 
 def views(x: Any) -> list[View]:

@@ -19,14 +19,14 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices
-from dicp.schedule.defs import Buffer, Call, Def, Pointwise, Reduction, Scatter, views
+from dicp.schedule.defs import Call, Def, Pointwise, Reduction, Scatter, views
 from dicp.schedule.lower import Lowered
 
 Mapping = dict[ix.Atom, Index]
 
-MAX_BUFFERS = 40            # arguments of one kernel
-MAX_ROW = 32768             # elements of a row that later phases of a kernel read again
-MAX_COLUMN = 1024           # the same for a reduction along a strided dim
+MAX_BUFFERS = 40  # arguments of one kernel
+MAX_ROW = 32768  # elements of a row that later phases of a kernel read again
+MAX_COLUMN = 1024  # the same for a reduction along a strided dim
 MAX_MEMBERS = 64
 
 
@@ -49,7 +49,9 @@ class Group:
     axes: list[Var] = field(default_factory=list)
     reduced: set[Var] = field(default_factory=set)
     members: list[Member] = field(default_factory=list)
-    produced: dict[str, Indices] = field(default_factory=dict)     # buffer -> index at which this group writes it
+    produced: dict[str, Indices] = field(
+        default_factory=dict
+    )  # buffer -> index at which this group writes it
     closed: bool = False
 
     @property
@@ -70,10 +72,10 @@ class _Fusion:
         self.buffers = lowered.buffers
         self.defs = lowered.defs
         self.steps: list[Step] = []
-        self.before: list[int] = []                 # bitmask of the steps that must come before each step
-        self.writer: dict[str, int] = {}            # memory -> step that wrote it last
-        self.readers: dict[str, set[int]] = {}      # memory -> steps that read it since
-        self.by_buffer: dict[str, set[int]] = {}    # buffer -> groups that read it
+        self.before: list[int] = []  # bitmask of the steps that must come before each step
+        self.writer: dict[str, int] = {}  # memory -> step that wrote it last
+        self.readers: dict[str, set[int]] = {}  # memory -> steps that read it since
+        self.by_buffer: dict[str, set[int]] = {}  # buffer -> groups that read it
         self.memory = _memory_names(lowered)
         self.fresh = 0
 
@@ -201,9 +203,16 @@ class _Fusion:
                 if any(isinstance(m.definition, Reduction) and m.definition.scan for m in group.members):
                     continue
                 extra = {g: self._refined(parts) for g, parts in refine.items()}
-                trial = _refine_group(group, {g: e[0] for g, e in extra.items()}, {g: e[1] for g, e in extra.items()})
-                mapping.update({v: ix.of(a) for g, parts in refine.items()
-                                for v, a in zip(parts, extra[g][1], strict=True)})
+                trial = _refine_group(
+                    group, {g: e[0] for g, e in extra.items()}, {g: e[1] for g, e in extra.items()}
+                )
+                mapping.update(
+                    {
+                        v: ix.of(a)
+                        for g, parts in refine.items()
+                        for v, a in zip(parts, extra[g][1], strict=True)
+                    }
+                )
             else:
                 trial = group
             axes = list(trial.axes)
@@ -276,20 +285,28 @@ class _Fusion:
         for name, idx in reads:
             if name in group.produced and member.index(idx) != group.produced[name]:
                 return False
-            if name in group.produced and over != space and not isinstance(d, Reduction) and \
-                    any(a in reduced for i in group.produced[name] for a in _loop_atoms(i)):
+            if (
+                name in group.produced
+                and over != space
+                and not isinstance(d, Reduction)
+                and any(a in reduced for i in group.produced[name] for a in _loop_atoms(i))
+            ):
                 return False
         if not self._writes_are_safe(group, d, member):
             return False
         if not rows:
             return True
         later = any(n in group.produced and not self._full_level(group, n, new_reduced) for n, _ in reads)
-        scans = any(isinstance(m.definition, Reduction) and m.definition.scan for m in (*group.members, member))
+        scans = any(
+            isinstance(m.definition, Reduction) and m.definition.scan for m in (*group.members, member)
+        )
         return (not later and not scans) or self._row_fits(group, new_reduced, mapping, d)
 
     def _may_reduce(self, group: Group, under: set[Var]) -> bool:
         """Existing elementwise members must tolerate that some axes become reduced: they stay at full level."""
-        return all(set(group.axes) == {a for v in m.mapping.values() for a in _loop_atoms(v)} for m in group.members)
+        return all(
+            set(group.axes) == {a for v in m.mapping.values() for a in _loop_atoms(v)} for m in group.members
+        )
 
     def _full_level(self, group: Group, name: str, reduced: set[Var]) -> bool:
         return any(a in reduced for i in group.produced[name] for a in _loop_atoms(i)) or not reduced
@@ -317,8 +334,9 @@ class _Fusion:
         for m in (*group.members, Member(d, mapping, _reads(d))):
             for name, at in m.reads:
                 flat = self.buffers[name].flat(m.index(at)) if name in self.buffers else 0
-                contiguous |= any(ix.coefficient(flat, v) is not None and
-                                  ix.coefficient(flat, v)[0] == 1 for v in reduced)  # type: ignore[index]
+                contiguous |= any(
+                    ix.coefficient(flat, v) is not None and ix.coefficient(flat, v)[0] == 1 for v in reduced
+                )  # type: ignore[index]
         if isinstance(rows, int) and rows < torch.get_num_threads() and size > MAX_ROW // 4:
             return False
         return size <= (MAX_ROW if contiguous else MAX_COLUMN)
@@ -362,8 +380,13 @@ def _reads(d: Def) -> list[tuple[str, Indices]]:
         return list({v.buffer.name: (v.buffer.name, ()) for v in views((d.args, d.kwargs))}.values())
     roots: list[Expr] = [d.expr]  # type: ignore[attr-defined]
     if isinstance(d, Scatter):
-        roots += [a.payload for i in d.target if isinstance(i, ix.Poly) for a in ix.atoms(i)
-                  if isinstance(a, ix.Opaque)]
+        roots += [
+            a.payload
+            for i in d.target
+            if isinstance(i, ix.Poly)
+            for a in ix.atoms(i)
+            if isinstance(a, ix.Opaque)
+        ]
     found = dict.fromkeys((e.args[0], e.args[1]) for e in ex.walk(*roots) if e.op == "at")
     if isinstance(d, Scatter):
         found[(d.base.name, ())] = None
@@ -415,8 +438,12 @@ def _unify(pairs: list[tuple[Index, Index]], d: Def) -> tuple[Mapping | None, di
         elif isinstance(mine, ix.Poly) and isinstance(theirs, ix.Poly) and theirs.is_atom:
             parts = _linearization(mine)
             g = _atom(theirs)
-            if parts is None or g in refine or any(p in mapping for p in parts) or \
-                    ix.product(p.size for p in parts if p.size is not None) != g.size:
+            if (
+                parts is None
+                or g in refine
+                or any(p in mapping for p in parts)
+                or ix.product(p.size for p in parts if p.size is not None) != g.size
+            ):
                 later.append((mine, theirs))
             else:
                 refine[g] = parts
@@ -437,7 +464,9 @@ def _refine_group(group: Group, into: dict[Var, Index], parts: dict[Var, list[Va
     for a in group.axes:
         out.axes += parts.get(a, [a])
     out.reduced = {x for a in group.reduced for x in parts.get(a, [a])}
-    out.members = [Member(m.definition, {v: ix.substitute(i, swap) for v, i in m.mapping.items()}, m.reads)
-                   for m in group.members]
+    out.members = [
+        Member(m.definition, {v: ix.substitute(i, swap) for v, i in m.mapping.items()}, m.reads)
+        for m in group.members
+    ]
     out.produced = {n: tuple(ix.substitute(i, swap) for i in idx) for n, idx in group.produced.items()}
     return out

@@ -1,6 +1,6 @@
 """From fused groups to kernels: forward values, drop needless stores, order and merge axes.
 
-    group { t = x + y; u = relu(t) }, t read nowhere else   ->   kernel: out[i] = maximum(x[i] + y[i], 0)
+group { t = x + y; u = relu(t) }, t read nowhere else   ->   kernel: out[i] = maximum(x[i] + y[i], 0)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Launch:
     kernel: Kernel
     buffers: tuple[Buffer, ...]
     first_check: int = 0
-    in_place: dict[str, frozenset[str]] = field(default_factory=dict)       # result -> operands it may overwrite
+    in_place: dict[str, frozenset[str]] = field(default_factory=dict)  # result -> operands it may overwrite
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
 
@@ -58,8 +58,13 @@ def build_kernels(steps: list[Step], lowered: Lowered) -> list[Item]:
 
 def _read_outside(steps: list[Step], lowered: Lowered) -> set[str]:
     """Buffers that must be in memory: read by another step than the one that computes them, or returned."""
-    producer = {n: g for g in steps if isinstance(g, Group) for m in g.members for n in
-                (b.name for b in m.definition.outputs)}
+    producer = {
+        n: g
+        for g in steps
+        if isinstance(g, Group)
+        for m in g.members
+        for n in (b.name for b in m.definition.outputs)
+    }
     needed = {v.buffer.name for v in views(lowered.outputs)}
     for step in steps:
         if isinstance(step, Call):
@@ -144,8 +149,9 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
     return draft
 
 
-def _reduction(d: Reduction, m: Member, value: Expr, outside: set[str], draft: _Draft,
-               forwarded: dict[str, Expr]) -> None:
+def _reduction(
+    d: Reduction, m: Member, value: Expr, outside: set[str], draft: _Draft, forwarded: dict[str, Expr]
+) -> None:
     refs = tuple(b.name for b in d.outputs)
     draft.body.append((Scan if d.scan else Reduce)(refs, d.kind, value, d.note))
     for k, b in enumerate(d.outputs):
@@ -206,28 +212,33 @@ def _settle_axes(body: list[Statement], axes: list[Axis]) -> tuple[list[Statemen
     positions = any(isinstance(s, Reduce) and s.kind in ("argmax", "argmin") for s in body)
     outer = sorted((a for a in axes if not a.reduced and not a.serial), key=far, reverse=True)
     inner = [a for a in axes if a.reduced or a.serial]
-    if not positions and not scanning and not any(a.serial for a in inner):     # those go in logical order
+    if not positions and not scanning and not any(a.serial for a in inner):  # those go in logical order
         inner.sort(key=far, reverse=True)
     axes = outer + inner
     return _merge(body, axes, accesses)
 
 
-def _merge(body: list[Statement], axes: list[Axis], accesses: list[Index]) -> tuple[list[Statement], list[Axis]]:
+def _merge(
+    body: list[Statement], axes: list[Axis], accesses: list[Index]
+) -> tuple[list[Statement], list[Axis]]:
     """a < m, b < n with every position linear in n*a + b  ->  one axis of m*n."""
     values = [e.args[0] for s in body for e in _all_exprs(s) if e.op == "index"]
     k = 0
     while k + 1 < len(axes):
         a, b = axes[k], axes[k + 1]
         pairs = [(ix.coefficient(i, a.var), ix.coefficient(i, b.var)) for i in accesses]
-        joint = (a.reduced, a.serial) == (b.reduced, b.serial) and not any(ix.depends(i, a.var) or ix.depends(i, b.var) for i in values) and \
-            all(p is not None and q is not None and p[0] == q[0] * b.size for p, q in pairs)
+        joint = (
+            (a.reduced, a.serial) == (b.reduced, b.serial)
+            and not any(ix.depends(i, a.var) or ix.depends(i, b.var) for i in values)
+            and all(p is not None and q is not None and p[0] == q[0] * b.size for p, q in pairs)
+        )
         if not joint:
             k += 1
             continue
         merged = Axis(Var(b.var.name, a.size * b.size), a.reduced, a.serial)
         swap: dict[ix.Atom, Index] = {a.var: 0, b.var: ix.of(merged.var)}
         body = _substitute(body, swap)
-        axes[k: k + 2] = [merged]
+        axes[k : k + 2] = [merged]
         accesses = [ix.substitute(i, swap) for i in accesses]
         k = max(k - 1, 0)
     return _rename(body, axes)
@@ -256,7 +267,7 @@ def _rewrite_body(body: list[Statement], leaf, on_index) -> list[Statement]:  # 
             roots.append(Expr("index", (s.index,), ex.torch.int64))
             spots.append(k)
     done = ex.rewrite(tuple(roots), leaf, on_index)
-    flats = {k: e.args[0] for k, e in zip(spots, done[len(body):], strict=True)}
+    flats = {k: e.args[0] for k, e in zip(spots, done[len(body) :], strict=True)}
     out: list[Statement] = []
     for k, s in enumerate(body):
         if isinstance(s, Store):
@@ -285,8 +296,11 @@ def _number_checks(body: list[Statement]) -> tuple[list[Statement], list[int]]:
 
 def _sizes(body: list[Statement], axes: list[Axis]) -> tuple[Var, ...]:
     found: dict[str, Var] = {}
-    indices = [a.size for a in axes] + _accesses(body) + \
-        [e.args[0] for s in body for e in _all_exprs(s) if e.op == "index"]
+    indices = (
+        [a.size for a in axes]
+        + _accesses(body)
+        + [e.args[0] for s in body for e in _all_exprs(s) if e.op == "index"]
+    )
     for i in indices:
         for a in ix.atoms(i):
             if isinstance(a, Var) and a.size is None:
@@ -317,8 +331,11 @@ def _overwritable(body: list[Statement]) -> dict[str, frozenset[str]]:
                 at.setdefault(e.args[0], set()).add(e.args[1])
     out: dict[str, frozenset[str]] = {}
     for s in body:
-        if isinstance(s, Store) and s.mode == "set" and \
-                reduced <= {e.args[0] for e in _all_exprs(s) if e.op == "ref"}:
+        if (
+            isinstance(s, Store)
+            and s.mode == "set"
+            and reduced <= {e.args[0] for e in _all_exprs(s) if e.op == "ref"}
+        ):
             out[s.buffer] = frozenset(n for n, where in at.items() if where == {s.index})
     return out
 

@@ -32,10 +32,10 @@ from dicp.schedule.symbols import Symbols
 
 aten = torch.ops.aten
 
-MAX_LOADS = 16      # reads inlined into one expression before it is materialised
-MAX_COST = 160      # adds inlined into one expression before it is materialised
-CHEAP_COST = 6      # a single-load expression up to this cost is recomputed by every reader
-CHEAP_FREE_COST = 24    # likewise without any load: masks, position ids, constants
+MAX_LOADS = 16  # reads inlined into one expression before it is materialised
+MAX_COST = 160  # adds inlined into one expression before it is materialised
+CHEAP_COST = 6  # a single-load expression up to this cost is recomputed by every reader
+CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 
 
 class Lowered:
@@ -45,9 +45,9 @@ class Lowered:
         self.defs: list[Def] = []
         self.buffers: dict[str, Buffer] = {}
         self.inputs: list[Buffer | Index | None] = []
-        self.outputs: list[Any] = []            # View | Index | None | input position wrapped in ("input", k)
+        self.outputs: list[Any] = []  # View | Index | None | input position wrapped in ("input", k)
         self.constants: dict[str, torch.Tensor] = {}
-        self.checks: list[str] = []             # messages of the run-time index checks, by number
+        self.checks: list[str] = []  # messages of the run-time index checks, by number
         self.symbols: Symbols = Symbols(None)
 
 
@@ -64,12 +64,14 @@ def dense_strides(shape: Shape, order: tuple[int, ...]) -> Shape:
 def order_of(val: torch.Tensor) -> tuple[int, ...]:
     """The memory order of a tensor's dims, outermost first; dims of size 1 keep their logical place."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
+
     strides = val.stride()
 
     def later(a: int, b: int) -> bool:
         return bool(guard_or_false(strides[a] < strides[b])) and not guard_or_false(val.shape[b] == 1)
+
     order = list(range(val.dim()))
-    for end in range(len(order)):               # insertion sort: comparisons of symbolic strides are not a key
+    for end in range(len(order)):  # insertion sort: comparisons of symbolic strides are not a key
         k = end
         while k > 0 and later(order[k - 1], order[k]) and not guard_or_false(val.shape[order[k]] == 1):
             order[k - 1], order[k] = order[k], order[k - 1]
@@ -93,7 +95,9 @@ class _Lowering:
         self.node: fx.Node | None = None
         self.mutations: list[tuple[fx.Node, fx.Node]] = []
         self.in_place: dict[fx.Node, Buffer] = {}
-        self.returned: dict[str, fx.Node] = {}      # buffer -> the tensor, up to views, that the caller gets it as
+        self.returned: dict[
+            str, fx.Node
+        ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
         self.uses = _use_counts(gm)
 
     # -- the walk ------------------------------------------------------------------------------------------------
@@ -128,11 +132,18 @@ class _Lowering:
     def _constant(self, node: fx.Node) -> None:
         attr = getattr(self.gm, str(node.target))
         if isinstance(attr, torch.Tensor):
-            buffer = Buffer(f"const_{node.name}", self._sizes(attr.shape), attr.dtype, self._sizes(attr.stride()),
-                            "constant")
+            buffer = Buffer(
+                f"const_{node.name}",
+                self._sizes(attr.shape),
+                attr.dtype,
+                self._sizes(attr.stride()),
+                "constant",
+            )
             self.out.buffers[buffer.name] = buffer
             self.out.constants[buffer.name] = attr
-            self.values[node] = buffer.value() if ex.compute_dtype(attr.dtype) in ex.COMPUTE_DTYPES else buffer
+            self.values[node] = (
+                buffer.value() if ex.compute_dtype(attr.dtype) in ex.COMPUTE_DTYPES else buffer
+            )
         else:
             self.values[node] = attr
 
@@ -174,6 +185,7 @@ class _Lowering:
             if isinstance(a, (list, tuple)):
                 return type(a)(get(x) for x in a)
             return a
+
         return tuple(get(a) for a in node.args), {k: get(a) for k, a in node.kwargs.items()}
 
     # -- materialising -------------------------------------------------------------------------------------------
@@ -240,6 +252,7 @@ class _Lowering:
                     e.note = note
                 cache[idx] = e
             return cache[idx]
+
         return Value(value.shape, value.dtype, fn)
 
     def _named(self, value: Value, node: fx.Node | None) -> Value:
@@ -282,23 +295,40 @@ class _Lowering:
 
     def realize(self, value: Value) -> Value:
         expr = value(self._vars(value.shape))
-        if expr.op == "at" and expr.args[1] == self._vars(value.shape) and \
-                self.out.buffers[expr.args[0]].shape == value.shape:
+        if (
+            expr.op == "at"
+            and expr.args[1] == self._vars(value.shape)
+            and self.out.buffers[expr.args[0]].shape == value.shape
+        ):
             return value
         node = self.node if self.node is not None and _same_shape(self.node, value, self) else None
         return self._named(value, node)
 
-    def reduce(self, kind: str, shape: Shape, extent: Shape, dtype: torch.dtype,
-               fn: Callable[[Indices, Indices], Expr]) -> Value:
+    def reduce(
+        self,
+        kind: str,
+        shape: Shape,
+        extent: Shape,
+        dtype: torch.dtype,
+        fn: Callable[[Indices, Indices], Expr],
+    ) -> Value:
         return self._reduction(kind, shape, extent, (dtype,), fn)[0]
 
-    def welford(self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]) -> tuple[Value, Value]:
+    def welford(
+        self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]
+    ) -> tuple[Value, Value]:
         dtype = fn(self._vars(shape), self._vars(extent, "r")).dtype
         mean, m2 = self._reduction("welford", shape, extent, (dtype, dtype), fn)
         return mean, m2
 
-    def _reduction(self, kind: str, shape: Shape, extent: Shape, dtypes: tuple[torch.dtype, ...],
-                   fn: Callable[[Indices, Indices], Expr]) -> tuple[Value, ...]:
+    def _reduction(
+        self,
+        kind: str,
+        shape: Shape,
+        extent: Shape,
+        dtypes: tuple[torch.dtype, ...],
+        fn: Callable[[Indices, Indices], Expr],
+    ) -> tuple[Value, ...]:
         idx, ridx = self._vars(shape), self._vars(extent, "r")
         split = split_extent(kind, shape, extent, fn(idx, ridx), self.out.buffers)
         if split is not None:
@@ -307,11 +337,14 @@ class _Lowering:
         if not _loop_vars(ridx):
             return self._of_one(kind, shape, dtypes, lambda i: fn(i, ridx))
         outs = tuple(self._buffer(shape, d, dense_strides(shape, self._reduced_order(shape))) for d in dtypes)
-        self.out.defs.append(Reduction(outs, _note(self.node), _loop_vars(idx), _loop_vars(ridx), kind, expr, idx))
+        self.out.defs.append(
+            Reduction(outs, _note(self.node), _loop_vars(idx), _loop_vars(ridx), kind, expr, idx)
+        )
         return tuple(b.value() for b in outs)
 
-    def _of_one(self, kind: str, shape: Shape, dtypes: tuple[torch.dtype, ...],
-                fn: Callable[[Indices], Expr]) -> tuple[Value, ...]:
+    def _of_one(
+        self, kind: str, shape: Shape, dtypes: tuple[torch.dtype, ...], fn: Callable[[Indices], Expr]
+    ) -> tuple[Value, ...]:
         """A reduction over a single element."""
         if kind in ("argmax", "argmin"):
             return (Value(shape, dtypes[0], lambda i: ex.const(0, torch.int64)),)
@@ -319,7 +352,7 @@ class _Lowering:
             return (Value(shape, dtypes[0], lambda i: ex.cast(fn(i), torch.bool)),)
         first = self._memo(Value(shape, dtypes[0], fn), _note(self.node))
         if kind == "welford":
-            return first, Value(shape, dtypes[1], lambda i: ex.binary("sub", fn(i), fn(i)))     # NaN stays NaN
+            return first, Value(shape, dtypes[1], lambda i: ex.binary("sub", fn(i), fn(i)))  # NaN stays NaN
         return (first,)
 
     def _reduced_order(self, shape: Shape) -> tuple[int, ...]:
@@ -330,36 +363,56 @@ class _Lowering:
             return order_of(val)
         return tuple(range(len(shape)))
 
-    def scan(self, kind: str, shape: Shape, axis: int, dtype: torch.dtype, fn: Callable[[Indices], Expr]) -> Value:
+    def scan(
+        self, kind: str, shape: Shape, axis: int, dtype: torch.dtype, fn: Callable[[Indices], Expr]
+    ) -> Value:
         return self._scan(kind, shape, axis, (dtype,), fn)[0]
 
-    def arg_scan(self, kind: str, shape: Shape, axis: int, dtype: torch.dtype,
-                 fn: Callable[[Indices], Expr]) -> tuple[Value, Value]:
+    def arg_scan(
+        self, kind: str, shape: Shape, axis: int, dtype: torch.dtype, fn: Callable[[Indices], Expr]
+    ) -> tuple[Value, Value]:
         best, where = self._scan(f"arg{kind}", shape, axis, (dtype, torch.int64), fn)
         return best, where
 
-    def _scan(self, kind: str, shape: Shape, axis: int, dtypes: tuple[torch.dtype, ...],
-              fn: Callable[[Indices], Expr]) -> tuple[Value, ...]:
+    def _scan(
+        self,
+        kind: str,
+        shape: Shape,
+        axis: int,
+        dtypes: tuple[torch.dtype, ...],
+        fn: Callable[[Indices], Expr],
+    ) -> tuple[Value, ...]:
         idx = self._vars(shape)
-        if not shape or shape[axis] == 1:       # a scan of one element is that element
+        if not shape or shape[axis] == 1:  # a scan of one element is that element
             first = Value(shape, dtypes[0], fn)
             rest = Value(shape, torch.int64, lambda i: ex.const(0, torch.int64))
             return (first, rest)[: len(dtypes)]
         line = idx[axis].terms[0][0][0]  # type: ignore[union-attr]
         others = tuple(v for v in _loop_vars(idx) if v != line)
         outs = tuple(self._buffer(shape, d, self._strides(shape, self.node)) for d in dtypes)
-        self.out.defs.append(Reduction(outs, _note(self.node), others, (line,), kind, fn(idx), idx, scan=True))
+        self.out.defs.append(
+            Reduction(outs, _note(self.node), others, (line,), kind, fn(idx), idx, scan=True)
+        )
         return tuple(b.value() for b in outs)
 
-    def scatter(self, base: Value, extent: Shape, fn: Callable[[Indices], tuple[Indices, Expr]], mode: str,
-                unique: bool = False) -> Value:
+    def scatter(
+        self,
+        base: Value,
+        extent: Shape,
+        fn: Callable[[Indices], tuple[Indices, Expr]],
+        mode: str,
+        unique: bool = False,
+    ) -> Value:
         idx = self._vars(extent)
         target, expr = fn(idx)
         base_buffer = self._scatter_base(base)
-        out = Buffer(f"buf{len(self.out.buffers)}", base_buffer.shape, base_buffer.dtype, base_buffer.strides, "alias")
+        out = Buffer(
+            f"buf{len(self.out.buffers)}", base_buffer.shape, base_buffer.dtype, base_buffer.strides, "alias"
+        )
         self.out.buffers[out.name] = out
-        self.out.defs.append(Scatter((out,), _note(self.node), _loop_vars(idx), target, expr, mode, unique,
-                                     base_buffer))
+        self.out.defs.append(
+            Scatter((out,), _note(self.node), _loop_vars(idx), target, expr, mode, unique, base_buffer)
+        )
         return out.value()
 
     def _scatter_base(self, base: Value) -> Buffer:
@@ -369,7 +422,9 @@ class _Lowering:
             assert self.node is not None
             self.in_place[self.node] = mine
             return mine
-        named = self._named(base, self.node if self.node is not None and _same_shape(self.node, base, self) else None)
+        named = self._named(
+            base, self.node if self.node is not None and _same_shape(self.node, base, self) else None
+        )
         return self.out.buffers[named(self._vars(base.shape)).args[0]]
 
     def _mutated_input(self, base: Value) -> Buffer | None:
@@ -413,7 +468,9 @@ class _Lowering:
                 view = View(buffer, value.shape, *window)
                 if not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape)))):
                     return view
-        buffer = self._buffer(value.shape, value.dtype, dense_strides(value.shape, tuple(range(len(value.shape)))))
+        buffer = self._buffer(
+            value.shape, value.dtype, dense_strides(value.shape, tuple(range(len(value.shape))))
+        )
         self.out.defs.append(Pointwise((buffer,), _note(self.node), _loop_vars(idx), expr, idx))
         return View(buffer, value.shape, buffer.strides)
 
@@ -426,7 +483,9 @@ class _Lowering:
         idx = self._vars(view.shape)
         expr = value(idx) if isinstance(value, Value) else view.buffer.value()(idx)
         buffer = self._buffer(view.shape, view.buffer.dtype, wanted)
-        self.out.defs.append(Pointwise((buffer,), f"layout change {_note(self.node)}", _loop_vars(idx), expr, idx))
+        self.out.defs.append(
+            Pointwise((buffer,), f"layout change {_note(self.node)}", _loop_vars(idx), expr, idx)
+        )
         return View(buffer, view.shape, wanted)
 
     def _operands(self, x: Any) -> Any:
@@ -447,9 +506,12 @@ class _Lowering:
     def _extern(self, node: fx.Node, why: str) -> Any:
         if self.config.strict:
             where = user_location(node)
-            raise UnsupportedOp(f"{node.target}: {self.vendor.name} has no code for this op ({why})", where=where or (),
-                                todo="drop options={'strict': True} to run it as an extern aten call, "
-                                     "or add a row to dicp/ops (docs/adding_an_op.md)")
+            raise UnsupportedOp(
+                f"{node.target}: {self.vendor.name} has no code for this op ({why})",
+                where=where or (),
+                todo="drop options={'strict': True} to run it as an extern aten call, "
+                "or add a row to dicp/ops (docs/adding_an_op.md)",
+            )
         args = tuple(self._as_traced(a) for a in node.args)
         kwargs = {k: self._as_traced(a) for k, a in node.kwargs.items()}
         return self._add_call(node, args, kwargs, None, None, "extern")
@@ -467,7 +529,11 @@ class _Lowering:
             return value
         view = self.operand(value)
         wanted = self._sizes(val.stride())
-        if _strides_agree(view.strides, wanted, view.shape) or isinstance(value, Buffer) or not _no_overlap(val):
+        if (
+            _strides_agree(view.strides, wanted, view.shape)
+            or isinstance(value, Buffer)
+            or not _no_overlap(val)
+        ):
             return view
         return self.in_order(value, order_of(val))
 
@@ -486,8 +552,10 @@ class _Lowering:
             outs.append(self._buffer(self._sizes(v.shape), v.dtype, layout, kind))
         tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
         self.out.defs.append(Call(tensors, _note(node), node, args, kwargs, claim, tuple(outs)))
-        results = tuple(b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
-                        for b in outs)
+        results = tuple(
+            b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
+            for b in outs
+        )
         return results if isinstance(val, (tuple, list)) else results[0]
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -503,7 +571,9 @@ class _Lowering:
             if value is not None:
                 buffer = self.out.buffers[ph.name]
                 idx = self._vars(buffer.shape)
-                self.out.defs.append(Pointwise((buffer,), f"copy_ into {ph.name}", _loop_vars(idx), value(idx), idx))
+                self.out.defs.append(
+                    Pointwise((buffer,), f"copy_ into {ph.name}", _loop_vars(idx), value(idx), idx)
+                )
         self.out.outputs = returned
 
     def _mutation_source(self, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Value | None:
@@ -542,9 +612,15 @@ class _Lowering:
             root = _view_root(r)
             owner = self.returned.setdefault(buffer.name, root)
             fresh = buffer.kind == "input" and root.op != "placeholder" or owner is not root
-            aliases = fresh or buffer.kind == "constant" or buffer.name in mutated      # the caller would see it change
-            if window is not None and buffer.dtype == value.dtype and not aliases and \
-                    (free or _strides_agree(window[0], strides, shape)):
+            aliases = (
+                fresh or buffer.kind == "constant" or buffer.name in mutated
+            )  # the caller would see it change
+            if (
+                window is not None
+                and buffer.dtype == value.dtype
+                and not aliases
+                and (free or _strides_agree(window[0], strides, shape))
+            ):
                 if buffer.kind == "temp":
                     buffer.kind = "output"
                 if buffer.kind != "alias":
@@ -554,16 +630,20 @@ class _Lowering:
             order = dense_strides(shape, tuple(range(len(shape))))
         buffer = self._buffer(shape, val.dtype, order, "output")
         self.out.defs.append(Pointwise((buffer,), _note(r), _loop_vars(idx), expr, idx))
-        if not free and buffer.strides != strides:      # e.g. an expanded result: one element, many positions
+        if not free and buffer.strides != strides:  # e.g. an expanded result: one element, many positions
             buffer.strides = strides
         return View(buffer, shape, strides if not free else order)
 
 
 def _view_root(node: fx.Node) -> fx.Node:
     """The node whose memory eager's result shares, going back through views."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and \
-            any(r.alias_info is not None for r in node.target._schema.returns) and node.args and \
-            isinstance(node.args[0], fx.Node):
+    while (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and any(r.alias_info is not None for r in node.target._schema.returns)
+        and node.args
+        and isinstance(node.args[0], fx.Node)
+    ):
         node = node.args[0]
     return node
 
@@ -586,16 +666,22 @@ def _dense(val: torch.Tensor) -> bool:
 def _no_overlap(val: torch.Tensor) -> bool:
     """Whether no two elements share memory (and none is skipped in a way we would not allocate)."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
-    return not any(guard_or_false(s == 0) and not guard_or_false(n == 1)
-                   for n, s in zip(val.shape, val.stride(), strict=True))
+
+    return not any(
+        guard_or_false(s == 0) and not guard_or_false(n == 1)
+        for n, s in zip(val.shape, val.stride(), strict=True)
+    )
 
 
 def _lowerable(node: fx.Node) -> bool:
     """Whether every tensor involved has a dtype kernels compute (complex, quantised, fp8... go to calls)."""
     vals = [a.meta.get("val") for a in node.all_input_nodes] + [node.meta.get("val")]
     flat = [x for v in vals for x in (v if isinstance(v, (tuple, list)) else [v])]
-    return all(ex.compute_dtype(v.dtype) in ex.COMPUTE_DTYPES and _dense(v)
-               for v in flat if isinstance(v, torch.Tensor))
+    return all(
+        ex.compute_dtype(v.dtype) in ex.COMPUTE_DTYPES and _dense(v)
+        for v in flat
+        if isinstance(v, torch.Tensor)
+    )
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -647,7 +733,7 @@ def _window(flat: Index, idx: Indices, shape: Shape) -> tuple[Shape, Index] | No
     if any(isinstance(a, ix.Opaque) for a in ix.atoms(flat)):
         return None
     step: Index = 1
-    for k in range(len(shape) - 1, -1, -1):         # a dim of size 1 gets the stride a dense tensor would have
+    for k in range(len(shape) - 1, -1, -1):  # a dim of size 1 gets the stride a dense tensor would have
         if shape[k] == 1:
             strides[k] = step
         else:
@@ -673,8 +759,9 @@ def _broadcast_to(value: Value, shape: Shape) -> Value:
         return value
     lead = len(shape) - len(value.shape)
     keep = [n != 1 for n in value.shape]
-    return Value(shape, value.dtype,
-                 lambda i: value(tuple(x if k else 0 for x, k in zip(i[lead:], keep, strict=True))))
+    return Value(
+        shape, value.dtype, lambda i: value(tuple(x if k else 0 for x, k in zip(i[lead:], keep, strict=True)))
+    )
 
 
 def _host_scalar(node: fx.Node, lowering: _Lowering) -> Any:

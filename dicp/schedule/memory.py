@@ -16,7 +16,7 @@ from dicp.schedule.defs import Buffer, Call, Scatter, View, views
 from dicp.schedule.kernels import Item, Launch
 from dicp.schedule.lower import Lowered
 
-ALIGN = 64      # bytes: a cache line, and the widest vector
+ALIGN = 64  # bytes: a cache line, and the widest vector
 
 
 @dataclass(eq=False)
@@ -47,15 +47,18 @@ class _Life:
 def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
     plan = Plan()
     for b in lowered.buffers.values():
-        if b.kind == "temp" and lowered.symbols.late(b.nbytes):     # not known when the arena is taken
+        if b.kind == "temp" and lowered.symbols.late(b.nbytes):  # not known when the arena is taken
             b.kind = "output"
     for d in lowered.defs:
         if isinstance(d, Scatter):
             plan.root[d.outputs[0].name] = d.base.name
     start, end = _lifetimes(items, lowered, plan)
     _reuse_in_place(items, lowered, plan, start, end)
-    lives = [_Life(n, _aligned(lowered.buffers[n].nbytes), start[n], end[n]) for n in start
-             if plan.find(n) == n and lowered.buffers[n].kind == "temp"]
+    lives = [
+        _Life(n, _aligned(lowered.buffers[n].nbytes), start[n], end[n])
+        for n in start
+        if plan.find(n) == n and lowered.buffers[n].kind == "temp"
+    ]
     plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
     if all(isinstance(life.nbytes, int) for life in lives):
         _greedy_by_size(lives, plan)
@@ -67,8 +70,10 @@ def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
 def touched(item: Item) -> tuple[list[Buffer], list[Buffer]]:
     """(read, written) buffers of an item."""
     if isinstance(item, Launch):
-        return ([b for b in item.buffers if b.name in item.reads],
-                [b for b in item.buffers if b.name in item.writes])
+        return (
+            [b for b in item.buffers if b.name in item.reads],
+            [b for b in item.buffers if b.name in item.writes],
+        )
     return [v.buffer for v in views((item.args, item.kwargs))], [b for b in item.outputs if b is not None]
 
 
@@ -86,23 +91,33 @@ def _lifetimes(items: list[Item], lowered: Lowered, plan: Plan) -> tuple[dict[st
     return start, end
 
 
-def _reuse_in_place(items: list[Item], lowered: Lowered, plan: Plan, start: dict[str, int],
-                    end: dict[str, int]) -> None:
+def _reuse_in_place(
+    items: list[Item], lowered: Lowered, plan: Plan, start: dict[str, int], end: dict[str, int]
+) -> None:
     for k, item in enumerate(items):
         if not isinstance(item, Launch):
             continue
         taken: set[str] = set()
         for out in item.buffers:
-            if out.name not in item.writes or out.kind != "temp" or plan.find(out.name) != out.name \
-                    or start[out.name] != k:
+            if (
+                out.name not in item.writes
+                or out.kind != "temp"
+                or plan.find(out.name) != out.name
+                or start[out.name] != k
+            ):
                 continue
             for name in sorted(item.in_place.get(out.name, ())):
                 source = lowered.buffers[name]
                 root = plan.find(name)
                 owner = lowered.buffers[root]
-                if (owner.kind in ("temp", "library") and end[root] == k and root not in taken
-                        and source.nbytes == out.nbytes and owner.nbytes == out.nbytes
-                        and source.dtype.itemsize == out.dtype.itemsize):
+                if (
+                    owner.kind in ("temp", "library")
+                    and end[root] == k
+                    and root not in taken
+                    and source.nbytes == out.nbytes
+                    and owner.nbytes == out.nbytes
+                    and source.dtype.itemsize == out.dtype.itemsize
+                ):
                     plan.root[out.name] = root
                     taken.add(root)
                     end[root] = end[out.name]
@@ -114,7 +129,7 @@ def _aligned(n: Index) -> Index:
 
 
 def _greedy_by_size(lives: list[_Life], plan: Plan) -> None:
-    placed: list[tuple[int, int, _Life]] = []       # (offset, end offset, life)
+    placed: list[tuple[int, int, _Life]] = []  # (offset, end offset, life)
     size = 0
     for life in sorted(lives, key=lambda x: (-x.nbytes, x.start)):  # type: ignore[operator]
         assert isinstance(life.nbytes, int)

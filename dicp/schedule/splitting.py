@@ -19,12 +19,12 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.value import Indices, Shape, Value
 
-MIN_EXTENT = 4096       # elements under one result below which a split costs more than it brings
-MIN_WORK = 1 << 16      # elements in all
+MIN_EXTENT = 4096  # elements under one result below which a split costs more than it brings
+MIN_WORK = 1 << 16  # elements in all
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "welford")
-LONG_CHAIN = 1024       # values added one after the other above which float error asks for more pieces
-MIN_CHAIN = 32          # values a piece has at least: each piece is a result that is read again
-COLUMN_BLOCK = 64       # results a core takes at a time when they are contiguous
+LONG_CHAIN = 1024  # values added one after the other above which float error asks for more pieces
+MIN_CHAIN = 32  # values a piece has at least: each piece is a result that is read again
+COLUMN_BLOCK = 64  # results a core takes at a time when they are contiguous
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,16 @@ class Split:
     lead: int
     factor: int | None
 
-    def build(self, builder: Any, kind: str, shape: Shape, extent: Shape, dtypes: tuple[torch.dtype, ...],
-              fn: Callable[[Indices, Indices], Expr]) -> tuple[Value, ...]:
-        head, tail = extent[: self.lead], extent[self.lead:]
+    def build(
+        self,
+        builder: Any,
+        kind: str,
+        shape: Shape,
+        extent: Shape,
+        dtypes: tuple[torch.dtype, ...],
+        fn: Callable[[Indices, Indices], Expr],
+    ) -> tuple[Value, ...]:
+        head, tail = extent[: self.lead], extent[self.lead :]
         if self.factor is not None:
             assert isinstance(extent[0], int)
             piece = extent[0] // self.factor
@@ -45,15 +52,17 @@ class Split:
             def ridx(part: Indices, rest: Indices) -> Indices:
                 return (part[0] * piece + rest[0], *rest[1:])
         else:
+
             def ridx(part: Indices, rest: Indices) -> Indices:
                 return (*part, *rest)
+
         n = len(head)
 
         def partial(idx: Indices, rest: Indices) -> Expr:
             return fn(idx[n:], ridx(idx[:n], rest))
 
         wide = fn(builder._vars(shape), builder._vars(extent, "r")).dtype
-        if kind == "welford":       # few values: kept in double, so that joining them loses nothing
+        if kind == "welford":  # few values: kept in double, so that joining them loses nothing
             parts_in = torch.float64
         else:
             parts_in = torch.bool if kind in ("any", "all") else wide
@@ -61,15 +70,20 @@ class Split:
         parts = builder._reduction(kind, (*head, *shape), tail, part_dtypes, partial)
         if kind == "welford":
             count = ix.product(tail)
-            mean, m2 = builder._reduction("welford", shape, head, (dtypes[0], torch.float64),
-                                          lambda i, r: parts[0]((*r, *i)))
-            rest = builder._reduction("sum", shape, head, (torch.float64,), lambda i, r: parts[1]((*r, *i)))[0]
+            mean, m2 = builder._reduction(
+                "welford", shape, head, (dtypes[0], torch.float64), lambda i, r: parts[0]((*r, *i))
+            )
+            rest = builder._reduction("sum", shape, head, (torch.float64,), lambda i, r: parts[1]((*r, *i)))[
+                0
+            ]
             scale = ex.cast(ex.index_value(count), torch.float64)
             return mean, Value(shape, dtypes[1], lambda i: ex.cast(rest(i) + scale * m2(i), wide))
         return tuple(builder._reduction(kind, shape, head, dtypes, lambda i, r: parts[0]((*r, *i))))
 
 
-def split_extent(kind: str, shape: Shape, extent: Shape, sample: Expr, buffers: dict[str, Any]) -> Split | None:
+def split_extent(
+    kind: str, shape: Shape, extent: Shape, sample: Expr, buffers: dict[str, Any]
+) -> Split | None:
     """How to split, or None. Sizes must be static: a symbolic extent is reduced whole."""
     if kind not in SPLITTABLE or not all(isinstance(n, int) for n in (*shape, *extent)):
         return None
@@ -78,7 +92,9 @@ def split_extent(kind: str, shape: Shape, extent: Shape, sample: Expr, buffers: 
     if under < MIN_EXTENT or results * under < MIN_WORK or threads == 1:
         return None
     last = next((k for k in range(len(extent) - 1, -1, -1) if extent[k] != 1), 0)
-    enough = 4 * threads if _rows(sample, Var(f"r{last}", extent[last]), buffers) else 4 * threads * COLUMN_BLOCK
+    enough = (
+        4 * threads if _rows(sample, Var(f"r{last}", extent[last]), buffers) else 4 * threads * COLUMN_BLOCK
+    )
     if results >= enough:
         return None
     total, chosen = 1, 0

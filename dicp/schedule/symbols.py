@@ -45,7 +45,9 @@ class Symbols:
             for a in e.args:
                 total = total + self._convert(a)
             return total
-        if isinstance(e, sympy.Mul) and all(not isinstance(a, sympy.Rational) or a.is_integer for a in e.args):
+        if isinstance(e, sympy.Mul) and all(
+            not isinstance(a, sympy.Rational) or a.is_integer for a in e.args
+        ):
             return ix.product(self._convert(a) for a in e.args)
         if isinstance(e, sympy.Pow) and isinstance(e.exp, sympy.Integer) and e.exp > 0:
             return ix.product([self._convert(e.base)] * int(e.exp))
@@ -75,8 +77,17 @@ class Symbols:
         if name.startswith("OpaqueUnaryFn_"):
             op = name.removeprefix("OpaqueUnaryFn_")
             return ex.unary(op, args[0]) if op in ex.UNARY else None
-        word = {"IntTrueDiv": "div", "FloatTrueDiv": "div", "Add": "add", "Mul": "mul", "Pow": "pow",
-                "FloatPow": "pow", "PowByNatural": "pow", "Max": "maximum", "Min": "minimum"}.get(name)
+        word = {
+            "IntTrueDiv": "div",
+            "FloatTrueDiv": "div",
+            "Add": "add",
+            "Mul": "mul",
+            "Pow": "pow",
+            "FloatPow": "pow",
+            "PowByNatural": "pow",
+            "Max": "maximum",
+            "Min": "minimum",
+        }.get(name)
         if word is None:
             return None
         out = args[0]

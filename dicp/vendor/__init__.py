@@ -38,5 +38,7 @@ def for_device(device: str) -> Any:
         vendor = get(name)
         if vendor.device == device:
             return vendor
-    raise DicpError(f"no vendor serves device {device!r}",
-                    todo=f"installed vendors: {', '.join(f'{n} ({get(n).device})' for n in names())}")
+    raise DicpError(
+        f"no vendor serves device {device!r}",
+        todo=f"installed vendors: {', '.join(f'{n} ({get(n).device})' for n in names())}",
+    )

@@ -34,7 +34,7 @@ class Vendor(Protocol):
     """A kernel vendor."""
 
     name: str
-    device: str                 # torch device type it serves
+    device: str  # torch device type it serves
 
     def available(self, config: Any) -> str | None:
         """None when it can run here, else what is missing and what to do."""

@@ -21,19 +21,23 @@ class CpuGraph:
 
     def supports(self, target: Any, node: fx.Node) -> bool:
         from dicp.vendor.cpu_graph.claims import supports
+
         return supports(target, node)
 
     def claim(self, node: fx.Node) -> Claim | None:
         from dicp.vendor.cpu_graph.claims import claim_for
+
         return claim_for(node)
 
     def fingerprint(self) -> str:
         from dicp.vendor.cpu_graph.claims import cpu_maker
         from dicp.vendor.cpu_graph.toolchain import environment_parts
+
         return repr(sorted(environment_parts().items())) + cpu_maker()
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cpu_graph.assemble import assemble
+
         return assemble(program, config)
 
 

@@ -14,7 +14,7 @@ from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
 from dicp.vendor.cpu_graph.segment import SegmentWriter
 from dicp.vendor.cpu_graph.timing import report_at_exit
 
-KERNELS_PER_UNIT = 4        # a compiler's start costs about as much as compiling one kernel
+KERNELS_PER_UNIT = 4  # a compiler's start costs about as much as compiling one kernel
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 
 
@@ -22,19 +22,23 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, ToolchainError, NoCompileError."""
     lanes = toolchain.lanes(config)
     names, units = kernel_units(program, lanes)
-    writers = [(step, _segment(program, step, names, config.debug >= 2)) for step in program.steps if isinstance(step, Segment)]
+    writers = [
+        (step, _segment(program, step, names, config.debug >= 2))
+        for step in program.steps
+        if isinstance(step, Segment)
+    ]
     n_checks = len(program.lowered.checks)
     for step, writer in writers:
         units.append(Unit(f"{program.name}_segment{step.number}", writer.source(n_checks)))
     program.sources = {u.name: u.source for u in units}
-    launcher = threading.Thread(target=get_launcher, args=(config,))     # once per machine: beside the kernels
+    launcher = threading.Thread(target=get_launcher, args=(config,))  # once per machine: beside the kernels
     launcher.start()
     try:
         library = build(units, config)
     finally:
         launcher.join()
     natives = {}
-    for (step, writer), unit in zip(writers, units[len(units) - len(writers):], strict=True):
+    for (step, writer), unit in zip(writers, units[len(units) - len(writers) :], strict=True):
         natives[step.number] = _native(writer, library, program, unit, config)
     runner = Runner(program, natives)
     call = runner.function()
@@ -49,12 +53,16 @@ def kernel_units(program: Program, lanes: int) -> tuple[dict[str, str], list[Uni
     for launch in program.launches:
         distinct.setdefault(launch.kernel.digest, launch)
     names = {d: f"{launch.kernel.name}_{d[:8]}" for d, launch in distinct.items()}
-    texts = [(names[d], codegen.emit(launch.kernel, names[d], lanes), launch.kernel.origins)
-             for d, launch in distinct.items()]
+    texts = [
+        (names[d], codegen.emit(launch.kernel, names[d], lanes), launch.kernel.origins)
+        for d, launch in distinct.items()
+    ]
     units = []
     for k in range(0, len(texts), KERNELS_PER_UNIT):
-        chunk = texts[k: k + KERNELS_PER_UNIT]
-        source = "\n\n".join([PRELUDE, *(text.replace("\nvoid ", f"\n{EXPORT}void ", 1) for _, text, _ in chunk)])
+        chunk = texts[k : k + KERNELS_PER_UNIT]
+        source = "\n\n".join(
+            [PRELUDE, *(text.replace("\nvoid ", f"\n{EXPORT}void ", 1) for _, text, _ in chunk)]
+        )
         lines = tuple(dict.fromkeys(o for _, _, origins in chunk for o in origins))
         units.append(Unit("_".join(["kernels", chunk[0][0]]), source + "\n", lines))
     return names, units
@@ -64,7 +72,9 @@ PRELUDE = '#include "dicp_kernel.h"\nusing namespace dicp;'
 
 
 def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool) -> SegmentWriter:
-    writer = SegmentWriter(f"segment{step.number}", program.plan, names, [v.name for v in program.sizes()], timed)
+    writer = SegmentWriter(
+        f"segment{step.number}", program.plan, names, [v.name for v in program.sizes()], timed
+    )
     sequence: list[Any] = []
     for k, item in enumerate(step.items):
         sequence.append(item)
@@ -74,20 +84,29 @@ def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool
     return writer
 
 
-def _native(writer: SegmentWriter, library: Library, program: Program, unit: Unit, config: Any) -> NativeSegment:
+def _native(
+    writer: SegmentWriter, library: Library, program: Program, unit: Unit, config: Any
+) -> NativeSegment:
     addresses = [library.address(program_name) for program_name in writer.kernels]
     loaded = dict((u.source, h) for u, h in library.units)[unit.source]
+
     def address(symbol: str) -> int:
         found = ctypes.cast(getattr(loaded, symbol), ctypes.c_void_p).value
         assert found is not None
         return found
+
     if writer.timed:
         report_at_exit(program.name, writer.labels, address(f"{writer.name}_times"))
     bind(address(f"{writer.name}_bind"), len(addresses), config)(*addresses)
     count = len(writer.arguments) + writer.uses_arena + bool(writer.kept) + len(writer.size_names)
     run = bind(address(writer.name), count, config)
-    return NativeSegment(run, writer.arguments, writer.uses_arena, writer.kept,
-                         check_failure(program.lowered.checks, writer.calls))
+    return NativeSegment(
+        run,
+        writer.arguments,
+        writer.uses_arena,
+        writer.kept,
+        check_failure(program.lowered.checks, writer.calls),
+    )
 
 
 __all__ = ["assemble", "kernel_units"]

@@ -16,13 +16,20 @@ from dicp.vendor.base import Claim
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHIM = "aoti_torch_cpu_"
-ACTIVATIONS = {"none": ("none", None), "relu": ("relu", None), "sigmoid": ("sigmoid", None), "tanh": ("tanh", None),
-               "silu": ("swish", None), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+ACTIVATIONS = {
+    "none": ("none", None),
+    "relu": ("relu", None),
+    "sigmoid": ("sigmoid", None),
+    "tanh": ("tanh", None),
+    "silu": ("swish", None),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+}
 
 
 @functools.cache
 def cpu_maker() -> str:
-    """"amd", "intel" or "other"."""
+    """ "amd", "intel" or "other"."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -36,8 +43,9 @@ def prefers_onednn(dtype: torch.dtype) -> bool:
     MKL runs fp32 at half of an AMD core's peak, oneDNN at 95 %; on Intel MKL is at the peak. bf16 goes to oneDNN
     everywhere.
     """
-    return torch.backends.mkldnn.is_available() and (dtype == torch.bfloat16 or
-                                                     (dtype == torch.float32 and cpu_maker() == "amd"))
+    return torch.backends.mkldnn.is_available() and (
+        dtype == torch.bfloat16 or (dtype == torch.float32 and cpu_maker() == "amd")
+    )
 
 
 def claim_for(node: fx.Node) -> Claim | None:
@@ -58,8 +66,12 @@ def _dtype(x: Any) -> torch.dtype | None:
 
 
 def _transposed(v: View) -> View:
-    return View(v.buffer, (*v.shape[:-2], v.shape[-1], v.shape[-2]), (*v.strides[:-2], v.strides[-1], v.strides[-2]),
-                v.offset)
+    return View(
+        v.buffer,
+        (*v.shape[:-2], v.shape[-1], v.shape[-2]),
+        (*v.strides[:-2], v.strides[-1], v.strides[-2]),
+        v.offset,
+    )
 
 
 def _act(w: Any, act: str) -> list[str]:
@@ -74,18 +86,26 @@ def _act(w: Any, act: str) -> list[str]:
 
 def _dense(*positions: int) -> Callable[..., Sequence[Any]]:
     """Prepare operands that the library reads as if they were dense (it ignores their strides)."""
+
     def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        return [lowering.operand(a, dense=True) if k in positions and a is not None else a for k, a in enumerate(args)]
+        return [
+            lowering.operand(a, dense=True) if k in positions and a is not None else a
+            for k, a in enumerate(args)
+        ]
+
     return prepare
 
 
 def _rows(*positions: int) -> Callable[..., Sequence[Any]]:
     """Prepare operands whose last dim must be contiguous."""
+
     def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         def fix(a: Any) -> Any:
             view = lowering.operand(a)
             return view if view.strides[-1] == 1 else lowering.operand(a, dense=True)
+
         return [fix(a) if k in positions and a is not None else a for k, a in enumerate(args)]
+
     return prepare
 
 
@@ -96,9 +116,17 @@ def _mm(node: fx.Node) -> Claim | None:
     if _dtype(node) not in (*FLOATS, torch.float64):
         return None
     if prefers_onednn(_dtype(node)):  # type: ignore[arg-type]
-        return Claim("mm: oneDNN", lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"))
-    return Claim("mm: BLAS", lambda w, c: w.call(
-        c, SHIM + "mm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]), out=True)
+        return Claim(
+            "mm: oneDNN",
+            lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
+        )
+    return Claim(
+        "mm: BLAS",
+        lambda w, c: w.call(
+            c, SHIM + "mm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]
+        ),
+        out=True,
+    )
 
 
 def _addmm(node: fx.Node) -> Claim | None:
@@ -107,41 +135,77 @@ def _addmm(node: fx.Node) -> Claim | None:
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = node.args[0].meta["val"]  # type: ignore[union-attr]
     if prefers_onednn(_dtype(node)) and bias.dim() == 1 and beta == 1 and alpha == 1:  # type: ignore[arg-type]
-        return Claim("addmm: oneDNN", lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None,
-                                                                "none"), prepare=_dense(0))
-    return Claim("addmm: BLAS", lambda w, c: w.call(
-        c, SHIM + "addmm_out", [w.output(c.outputs[0]), *(w.tensor(a) for a in c.args[:3]), repr(float(beta)),  # type: ignore[arg-type]
-                                repr(float(alpha))]), out=True)  # type: ignore[arg-type]
+        return Claim(
+            "addmm: oneDNN",
+            lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
+            prepare=_dense(0),
+        )
+    return Claim(
+        "addmm: BLAS",
+        lambda w, c: w.call(
+            c,
+            SHIM + "addmm_out",
+            [
+                w.output(c.outputs[0]),
+                *(w.tensor(a) for a in c.args[:3]),
+                repr(float(beta)),  # type: ignore[arg-type]
+                repr(float(alpha)),
+            ],
+        ),
+        out=True,
+    )  # type: ignore[arg-type]
 
 
 def _bmm(node: fx.Node) -> Claim | None:
     if _dtype(node) not in (*FLOATS, torch.float64):
         return None
-    return Claim("bmm: BLAS", lambda w, c: w.call(
-        c, SHIM + "bmm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]), out=True)
+    return Claim(
+        "bmm: BLAS",
+        lambda w, c: w.call(
+            c, SHIM + "bmm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]
+        ),
+        out=True,
+    )
 
 
 def _baddbmm(node: fx.Node) -> Claim | None:
     if _dtype(node) not in (*FLOATS, torch.float64):
         return None
     beta, alpha = (repr(float(node.kwargs.get(k, 1))) for k in ("beta", "alpha"))  # type: ignore[arg-type]
-    return Claim("baddbmm: BLAS", lambda w, c: w.call(
-        c, SHIM + "baddbmm_out", [w.output(c.outputs[0]), *(w.tensor(a) for a in c.args[:3]), beta, alpha]), out=True)
+    return Claim(
+        "baddbmm: BLAS",
+        lambda w, c: w.call(
+            c, SHIM + "baddbmm_out", [w.output(c.outputs[0]), *(w.tensor(a) for a in c.args[:3]), beta, alpha]
+        ),
+        out=True,
+    )
 
 
 def _linear(node: fx.Node) -> Claim | None:
     x, weight, bias, other = (*node.args, None, None, None, None)[:4]
     act = _argument(node, 4, "act", "none")
-    return Claim("linear: oneDNN", lambda w, c: _linear_call(w, c, c.args[0], c.args[1], c.args[2] if len(c.args) > 2
-                                                             else None, c.args[3] if len(c.args) > 3 else None, act),
-                 prepare=_dense(2, 3))
+    return Claim(
+        "linear: oneDNN",
+        lambda w, c: _linear_call(
+            w,
+            c,
+            c.args[0],
+            c.args[1],
+            c.args[2] if len(c.args) > 2 else None,
+            c.args[3] if len(c.args) > 3 else None,
+            act,
+        ),
+        prepare=_dense(2, 3),
+    )
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def _linear_call(w: Any, c: Call, x: View, weight: View, bias: View | None, other: View | None, act: str) -> None:
+def _linear_call(
+    w: Any, c: Call, x: View, weight: View, bias: View | None, other: View | None, act: str
+) -> None:
     if other is not None:
         args = [w.tensor(x), w.tensor(other), w.tensor(weight), w.optional(bias), '"add"']
         w.call(c, SHIM + "_linear_pointwise_binary", args)
@@ -161,20 +225,26 @@ def _lists(w: Any, *lists: Sequence[int]) -> list[str]:
 
 
 def _channels_last(v: View) -> bool:
-    order = sorted(range(len(v.shape)), key=lambda d: -v.strides[d] if isinstance(v.strides[d], int) else -(1 << 40))
+    order = sorted(
+        range(len(v.shape)), key=lambda d: -v.strides[d] if isinstance(v.strides[d], int) else -(1 << 40)
+    )
     return len(v.shape) == 4 and order == [0, 2, 3, 1] or len(v.shape) == 5 and order == [0, 2, 3, 4, 1]
 
 
 def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     """Convolutions answer in channels-last when the input or the weight is; else as traced."""
     from dicp.schedule.lower import dense_strides
+
     val = node.meta["val"]
     first = val[0] if isinstance(val, (tuple, list)) else val
     x = args[0] if not isinstance(val, (tuple, list)) else args[1]
     if not isinstance(first, torch.Tensor) or first.dim() not in (4, 5):
         return None
-    last = _channels_last(x) or _channels_last(args[1] if x is args[0] else args[2]) or \
-        (isinstance(val, (tuple, list)) and _channels_last(args[0]))
+    last = (
+        _channels_last(x)
+        or _channels_last(args[1] if x is args[0] else args[2])
+        or (isinstance(val, (tuple, list)) and _channels_last(args[0]))
+    )
     n = first.dim()
     order = (0, *range(2, n), 1) if last else tuple(range(n))
 
@@ -183,6 +253,7 @@ def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
             return None
         sizes = tuple(lowering.index(s) for s in v.shape)
         return dense_strides(sizes, order if v.dim() == n else tuple(range(v.dim())))
+
     vals = val if isinstance(val, (tuple, list)) else [val]
     return [strides(v) for v in vals]
 
@@ -198,7 +269,9 @@ def _in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any
 def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
     count = 3 if node.target is aten.convolution_backward.default else 1
     wanted = [_in_layout(lowering, node, args, k) for k in range(count)]
-    rest = args[count:] if count == 3 else _dense(2)(lowering, node, args)[1:]      # the bias of a forward convolution
+    rest = (
+        args[count:] if count == 3 else _dense(2)(lowering, node, args)[1:]
+    )  # the bias of a forward convolution
     return (*wanted, *rest)
 
 
@@ -209,8 +282,18 @@ def _convolution(node: fx.Node) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         x, weight, bias, stride, pad, dilation, transposed, opad, groups = c.args
         head = [w.tensor(x), w.tensor(weight), w.optional(bias)]
-        w.call(c, SHIM + "convolution", [*head, *_lists(w, stride, pad, dilation), str(int(transposed)),
-                                         *_lists(w, opad), w.text(groups)])
+        w.call(
+            c,
+            SHIM + "convolution",
+            [
+                *head,
+                *_lists(w, stride, pad, dilation),
+                str(int(transposed)),
+                *_lists(w, opad),
+                w.text(groups),
+            ],
+        )
+
     return Claim("convolution: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
 
 
@@ -220,18 +303,42 @@ def _conv(node: fx.Node) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         x, weight, bias, other, stride, pad, dilation, groups = c.args[:8]
         if other is None:
-            w.call(c, SHIM + "mkldnn__convolution_pointwise",
-                   [w.tensor(x), w.tensor(weight), w.optional(bias), *_lists(w, pad, stride, dilation), w.text(groups),
-                    *_act(w, act)])
+            w.call(
+                c,
+                SHIM + "mkldnn__convolution_pointwise",
+                [
+                    w.tensor(x),
+                    w.tensor(weight),
+                    w.optional(bias),
+                    *_lists(w, pad, stride, dilation),
+                    w.text(groups),
+                    *_act(w, act),
+                ],
+            )
             return
         w.lines.append("double alpha = 1.0;")
         name = "nullptr"
         if act != "none":
             w.lines.append(f'const char* act = "{ACTIVATIONS[act][0]}";')
             name = "&act"
-        w.call(c, SHIM + "mkldnn__convolution_pointwise_binary",
-               [w.tensor(x), w.tensor(other), w.tensor(weight), w.optional(bias), *_lists(w, pad, stride, dilation),
-                w.text(groups), '"add"', "&alpha", name, "nullptr", "0", "nullptr"])
+        w.call(
+            c,
+            SHIM + "mkldnn__convolution_pointwise_binary",
+            [
+                w.tensor(x),
+                w.tensor(other),
+                w.tensor(weight),
+                w.optional(bias),
+                *_lists(w, pad, stride, dilation),
+                w.text(groups),
+                '"add"',
+                "&alpha",
+                name,
+                "nullptr",
+                "0",
+                "nullptr",
+            ],
+        )
 
     def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         wanted = list(_dense(2)(lowering, n, args))
@@ -241,6 +348,7 @@ def _conv(node: fx.Node) -> Claim | None:
         if wanted[3] is not None and "dicp_layout" in n.meta:
             wanted[3] = lowering.in_order(wanted[3], n.meta["dicp_layout"])
         return wanted
+
     return Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare)
 
 
@@ -258,8 +366,16 @@ def _convolution_backward(node: fx.Node) -> Claim | None:
             w.lines.append(f"const int64_t* bias_sizes = {name};")
             bias = ["&bias_sizes", str(n)]
         w.lines.append(f"const int32_t mask[] = {{{', '.join(str(int(m)) for m in mask)}}};")
-        tail = [*_lists(w, stride, pad, dilation), str(int(transposed)), *_lists(w, opad), w.text(groups), "mask", "3"]
+        tail = [
+            *_lists(w, stride, pad, dilation),
+            str(int(transposed)),
+            *_lists(w, opad),
+            w.text(groups),
+            "mask",
+            "3",
+        ]
         w.call(c, SHIM + "convolution_backward", [*handles, *bias, *tail])
+
     return Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
 
 
@@ -277,6 +393,7 @@ def _attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]
 def _attention_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     """The library's answer lies in memory as the query does."""
     from dicp.schedule.lower import dense_strides
+
     val = node.meta["val"]
     vals = val if isinstance(val, (tuple, list)) else [val]
     shape = tuple(lowering.index(s) for s in vals[0].shape)
@@ -296,10 +413,18 @@ def _attention(node: fx.Node) -> Claim | None:
 
     def emit(w: Any, c: Call) -> None:
         q, k, v, mask = c.args[:4]
-        head = [w.tensor(q), w.tensor(k), w.tensor(v), "0.0", str(int(causal)), *_attention_args(w, mask, scale)]
+        head = [
+            w.tensor(q),
+            w.tensor(k),
+            w.tensor(v),
+            "0.0",
+            str(int(causal)),
+            *_attention_args(w, mask, scale),
+        ]
         logsumexp = w.fresh("logsumexp")
         w.hoisted.append(f"Tensor {logsumexp};")
         w.call(c, SHIM + "_scaled_dot_product_flash_attention_for_cpu", head, extra=[f"&{logsumexp}.h"])
+
     return Claim("attention: flash", emit, strides=_attention_strides, prepare=_rows(0, 1, 2, 3))
 
 
@@ -310,18 +435,36 @@ def _flash(node: fx.Node) -> Claim | None:
         if len(c.args) == 4:
             causal = False
         mask, scale = c.kwargs.get("attn_mask"), c.kwargs.get("scale")
-        w.call(c, SHIM + "_scaled_dot_product_flash_attention_for_cpu",
-               [w.tensor(q), w.tensor(k), w.tensor(v), repr(float(p)), str(int(causal)),
-                *_attention_args(w, mask, scale)])
+        w.call(
+            c,
+            SHIM + "_scaled_dot_product_flash_attention_for_cpu",
+            [
+                w.tensor(q),
+                w.tensor(k),
+                w.tensor(v),
+                repr(float(p)),
+                str(int(causal)),
+                *_attention_args(w, mask, scale),
+            ],
+        )
+
     return Claim("attention: flash", emit, strides=_attention_strides, prepare=_rows(0, 1, 2))
 
 
 def _flash_backward(node: fx.Node) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         tensors, p, causal = c.args[:6], c.args[6], c.args[7]
-        w.call(c, SHIM + "_scaled_dot_product_flash_attention_for_cpu_backward",
-               [*(w.tensor(t) for t in tensors), repr(float(p)), str(int(causal)),
-                *_attention_args(w, c.kwargs.get("attn_mask"), c.kwargs.get("scale"))])
+        w.call(
+            c,
+            SHIM + "_scaled_dot_product_flash_attention_for_cpu_backward",
+            [
+                *(w.tensor(t) for t in tensors),
+                repr(float(p)),
+                str(int(causal)),
+                *_attention_args(w, c.kwargs.get("attn_mask"), c.kwargs.get("scale")),
+            ],
+        )
+
     return Claim("attention backward: flash", emit, prepare=_rows(0, 1, 2, 3, 4))
 
 
@@ -340,15 +483,19 @@ def _pool(node: fx.Node) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         args = _full_args(node, c.args, c.kwargs)
         tensors = 2 if backward else 1
-        kernel, stride, pad, dilation, ceil = args[tensors: tensors + 5]
+        kernel, stride, pad, dilation, ceil = args[tensors : tensors + 5]
         pair = [list(x) * (2 // len(x)) if x else [] for x in (kernel, stride, pad, dilation)]
         handles = [w.tensor(t) for t in args[:tensors]]
         rest = [w.tensor(args[7])] if backward else []
-        w.call(c, f"{SHIM}max_pool2d_with_indices{'_backward' if backward else ''}",
-               [*handles, *_lists(w, *pair), str(int(ceil)), *rest])
+        w.call(
+            c,
+            f"{SHIM}max_pool2d_with_indices{'_backward' if backward else ''}",
+            [*handles, *_lists(w, *pair), str(int(ceil)), *rest],
+        )
 
     def strides(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Any:
         from dicp.schedule.lower import dense_strides
+
         val = n.meta["val"]
         vals = val if isinstance(val, (tuple, list)) else [val]
         x = args[1 if backward else 0]
@@ -359,6 +506,7 @@ def _pool(node: fx.Node) -> Claim | None:
     def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         count = 2 if backward else 1
         return (*(_in_layout(lowering, n, args, k) for k in range(count)), *args[count:])
+
     return Claim("max_pool2d", emit, strides=strides, prepare=prepare)
 
 
@@ -370,6 +518,7 @@ def _dropout(node: fx.Node) -> Claim | None:
             w.lines.append(f"int32_t train = {int(train)};")
             flag = "&train"
         w.call(c, SHIM + "native_dropout", [w.tensor(x), repr(float(p)), flag])
+
     return Claim("native_dropout: eager's generator", emit)
 
 
@@ -385,13 +534,17 @@ def _sort(node: fx.Node) -> Claim | None:
         x, flag, dim, descending = args
         w.lines.append(f"int32_t stable = {int(bool(flag))};")
         w.call(c, SHIM + "sort_stable", [w.tensor(x), "&stable", str(int(dim)), str(int(descending))])
+
     return Claim("sort", emit)
 
 
 def _topk(node: fx.Node) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         x, k, dim, largest, in_order = _full_args(node, c.args, c.kwargs)
-        w.call(c, SHIM + "topk", [w.tensor(x), w.text(k), str(int(dim)), str(int(largest)), str(int(in_order))])
+        w.call(
+            c, SHIM + "topk", [w.tensor(x), w.text(k), str(int(dim)), str(int(largest)), str(int(in_order))]
+        )
+
     return Claim("topk", emit)
 
 
@@ -410,15 +563,24 @@ def supports(target: Any, node: fx.Node) -> bool:
 @functools.cache
 def _table() -> dict[Any, Callable[[fx.Node], Claim | None]]:
     from dicp.ops.library import register
+
     register()
     return {
-        aten.mm.default: _mm, aten.addmm.default: _addmm, aten.bmm.default: _bmm, aten.baddbmm.default: _baddbmm,
-        torch.ops.dicp.linear.default: _linear, torch.ops.dicp.conv.default: _conv,
+        aten.mm.default: _mm,
+        aten.addmm.default: _addmm,
+        aten.bmm.default: _bmm,
+        aten.baddbmm.default: _baddbmm,
+        torch.ops.dicp.linear.default: _linear,
+        torch.ops.dicp.conv.default: _conv,
         torch.ops.dicp.attention.default: _attention,
-        aten.convolution.default: _convolution, aten.convolution_backward.default: _convolution_backward,
+        aten.convolution.default: _convolution,
+        aten.convolution_backward.default: _convolution_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: _flash,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
-        aten.max_pool2d_with_indices.default: _pool, aten.max_pool2d_with_indices_backward.default: _pool,
-        aten.native_dropout.default: _dropout, aten.sort.default: _sort, aten.sort.stable: _sort,
+        aten.max_pool2d_with_indices.default: _pool,
+        aten.max_pool2d_with_indices_backward.default: _pool,
+        aten.native_dropout.default: _dropout,
+        aten.sort.default: _sort,
+        aten.sort.stable: _sort,
         aten.topk.default: _topk,
     }

@@ -19,12 +19,20 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical
-from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope, index_text, literal
+from dicp.vendor.cpu_graph.expression import (
+    SCALAR,
+    STORAGE,
+    VECTOR,
+    ExpressionWriter,
+    Scope,
+    index_text,
+    literal,
+)
 
-PARALLEL_WORK = 1 << 15     # element operations below which starting threads costs more than it brings
-COLUMN_UNROLL = 4           # vectors of results one core accumulates at a time: whole cache lines per row
-MAX_SCRATCH = 8192          # elements of a row kept on the stack between phases
-LONG_SUM = 1024             # additions per lane above which a float sum is taken in parts
+PARALLEL_WORK = 1 << 15  # element operations below which starting threads costs more than it brings
+COLUMN_UNROLL = 4  # vectors of results one core accumulates at a time: whole cache lines per row
+MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
+LONG_SUM = 1024  # additions per lane above which a float sum is taken in parts
 INDENT = "  "
 
 
@@ -58,12 +66,14 @@ def signature(kernel: Kernel, name: str) -> str:
 
 def has_checks(kernel: Kernel) -> bool:
     from dicp.schedule.kernels import _all_exprs
+
     return any(e.op == "check" for s in kernel.body for e in _all_exprs(s))
 
 
 def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     """Vectorise along the axis that most accesses walk contiguously."""
     from dicp.schedule.kernels import _accesses, _all_exprs
+
     inner = tuple(a for a in kernel.axes if a.reduced or a.serial)
     outer = tuple(a for a in kernel.axes if not (a.reduced or a.serial))
     stores = [s.index for s in kernel.body if isinstance(s, Store)]
@@ -85,8 +95,11 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     extent = ix.product(a.size for a in inner)
     short = isinstance(extent, int) and extent < 2 * lanes
     row_votes = sum(1 for i in loads if (c := ix.coefficient(i, last.var)) is not None and c[0] == 1)
-    column = best is not None and votes(best) > 0 and (
-        row_votes == 0 or short or (votes(best) > row_votes and not scalar_rows) or last.serial)
+    column = (
+        best is not None
+        and votes(best) > 0
+        and (row_votes == 0 or short or (votes(best) > row_votes and not scalar_rows) or last.serial)
+    )
     if column and best is not None:
         return Shape("columns", best, tuple(a for a in outer if a is not best), inner)
     return Shape("rows", None if scalar_rows else last, outer, inner)
@@ -102,14 +115,17 @@ class _KernelWriter:
         self.scan_refs = {r for s in kernel.body if isinstance(s, Scan) for r in s.refs}
         self.phases = self._phase_of()
         self.scratch: list[str] = []
-        self.written: set[int] = set()      # outer-level stores of a row kernel that stand already
+        self.written: set[int] = set()  # outer-level stores of a row kernel that stand already
 
     # -- the function --------------------------------------------------------------------------------------------
 
     def function(self) -> str:
         body = {"pointwise": self._pointwise, "rows": self._rows, "columns": self._columns}[self.shape.kind]()
         head = [f"// {o}" for o in self.kernel.origins]
-        axes = ", ".join(f"{a.var} < {a.size}{' (reduced)' if a.reduced else ''}" for a in self.kernel.axes) or "once"
+        axes = (
+            ", ".join(f"{a.var} < {a.size}{' (reduced)' if a.reduced else ''}" for a in self.kernel.axes)
+            or "once"
+        )
         head.append(f"// {self.shape.kind}: {axes}")
         return "\n".join([*head, f"{signature(self.kernel, self.name)} {{", *_indent(body), "}"])
 
@@ -124,16 +140,18 @@ class _KernelWriter:
                     after = max(after, known[e.args[0]])
             out[k] = after
             if isinstance(s, Reduce):
-                known.update({r: after + 1 for r in s.refs})
+                known.update(dict.fromkeys(s.refs, after + 1))
             elif isinstance(s, Scan):
-                known.update({r: after for r in s.refs})
+                known.update(dict.fromkeys(s.refs, after))
         last_load: dict[str, int] = {}
         for k, s in enumerate(self.kernel.body):
             for e in ex.walk(s.value):
                 if e.op == "load":
                     last_load[e.args[0]] = max(last_load.get(e.args[0], 0), out[k])
         for k, s in enumerate(self.kernel.body):
-            if isinstance(s, Store) and s.buffer in last_load:      # what later phases read must not change before
+            if (
+                isinstance(s, Store) and s.buffer in last_load
+            ):  # what later phases read must not change before
                 out[k] = max(out[k], last_load[s.buffer] + (0 if self._is_full(s) else 1))
         return out
 
@@ -142,17 +160,24 @@ class _KernelWriter:
         if not isinstance(s, Store):
             return True
         needs = self.writer.needs(s.value)
-        where = {a for a in ix.atoms(s.index) if isinstance(a, Var)} if isinstance(s.index, ix.Poly) else set()
-        opaque = {v for a in ix.atoms(s.index) if isinstance(a, ix.Opaque) for v in self.writer.needs(a.payload)}
+        where = (
+            {a for a in ix.atoms(s.index) if isinstance(a, Var)} if isinstance(s.index, ix.Poly) else set()
+        )
+        opaque = {
+            v for a in ix.atoms(s.index) if isinstance(a, ix.Opaque) for v in self.writer.needs(a.payload)
+        }
         return bool((needs | where | opaque) & (self.inner_vars | self.scan_refs)) or s.mode != "set"
 
     # -- pointwise -----------------------------------------------------------------------------------------------
 
     def _pointwise(self) -> list[str]:
         outer = Scope(provides=frozenset())
-        inside = Scope(outer, lanes="lanes" if self.vector_var is not None else None,
-                       provides=frozenset({self.vector_var} if self.vector_var else ()))
-        split_inside = self._few(self.shape.outer)      # too few outer iterations: share out the vector loop too
+        inside = Scope(
+            outer,
+            lanes="lanes" if self.vector_var is not None else None,
+            provides=frozenset({self.vector_var} if self.vector_var else ()),
+        )
+        split_inside = self._few(self.shape.outer)  # too few outer iterations: share out the vector loop too
         if split_inside:
             outer.provides = frozenset({"never"})
             inside.parent = None
@@ -175,7 +200,7 @@ class _KernelWriter:
             if how != "one" and not self.writer.is_vector(s.value):
                 value = f"splat<{VECTOR[s.value.dtype]}>({value})"
             elif how == "one" and self.writer.is_vector(s.value):
-                value = f"last_lane({value}, {scope.lanes})"     # an expanded result: every lane writes the same place
+                value = f"last_lane({value}, {scope.lanes})"  # an expanded result: every lane writes the same place
             pending.append((s, how, where, value))
         for s, how, where, value in pending:
             note = f"  // {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
@@ -191,17 +216,28 @@ class _KernelWriter:
         return f"store{how}({where}, {value}, {scope.lanes});"
 
     def _update(self, s: Store, how: str, where: str, value: str, scope: Scope) -> str:
-        word = {"add": "{0} + {1}", "mul": "{0} * {1}", "max": "maximum({0}, {1})", "min": "minimum({0}, {1})"}[s.mode]
+        word = {
+            "add": "{0} + {1}",
+            "mul": "{0} * {1}",
+            "max": "maximum({0}, {1})",
+            "min": "minimum({0}, {1})",
+        }[s.mode]
         if s.value.dtype == torch.bool:
-            word = {"add": "lor({0}, {1})", "mul": "land({0}, {1})", "max": "lor({0}, {1})",
-                    "min": "land({0}, {1})"}[s.mode]
+            word = {
+                "add": "lor({0}, {1})",
+                "mul": "land({0}, {1})",
+                "max": "lor({0}, {1})",
+                "min": "land({0}, {1})",
+            }[s.mode]
         lanes = "One{}" if how == "one" else scope.lanes
         if how == "indexed":
             if s.mode == "add":
                 return f"scatter_add({where}, {value}, {lanes});"
             return f"scatter({where}, {word.format(f'gather({where}, {lanes})', value)}, {lanes});"
-        return f"store{'' if how == 'one' else how}({where}, " \
-               f"{word.format(f'''load{'' if how == 'one' else how}({where}, {lanes})''', value)}, {lanes});"
+        return (
+            f"store{'' if how == 'one' else how}({where}, "
+            f"{word.format(f'''load{'' if how == 'one' else how}({where}, {lanes})''', value)}, {lanes});"
+        )
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -231,8 +267,13 @@ class _KernelWriter:
             for s in full:
                 if isinstance(s, Reduce):
                     self._combine_lanes(s, outer)
-        for k, s in enumerate(self.kernel.body):        # results that this phase completed
-            if isinstance(s, Store) and not self._is_full(s) and self.phases[k] <= phase + 1 and k not in self.written:
+        for k, s in enumerate(self.kernel.body):  # results that this phase completed
+            if (
+                isinstance(s, Store)
+                and not self._is_full(s)
+                and self.phases[k] <= phase + 1
+                and k not in self.written
+            ):
                 self.written.add(k)
                 self._stores([s], outer)
 
@@ -248,8 +289,12 @@ class _KernelWriter:
     def _kept_between_phases(self) -> dict[int, list[Expr]]:
         """Dear values needed in several phases, by the phase that computes them first: kept in a row on the stack."""
         inner = self.shape.inner
-        if self.vector_var is None or len(inner) != 1 or not isinstance(inner[0].size, int) or \
-                inner[0].size > MAX_SCRATCH:
+        if (
+            self.vector_var is None
+            or len(inner) != 1
+            or not isinstance(inner[0].size, int)
+            or inner[0].size > MAX_SCRATCH
+        ):
             return {}
         first: dict[Expr, int] = {}
         again: dict[Expr, int] = {}
@@ -273,8 +318,9 @@ class _KernelWriter:
 
     def _dear(self, e: Expr) -> bool:
         nodes = ex.walk(e)
-        return e.dtype != torch.bool and (any(n.op in ex.EXPENSIVE for n in nodes) or
-                                          sum(n.op == "load" for n in nodes) > 2)
+        return e.dtype != torch.bool and (
+            any(n.op in ex.EXPENSIVE for n in nodes) or sum(n.op == "load" for n in nodes) > 2
+        )
 
     def _keep(self, values: list[Expr], scope: Scope) -> None:
         axis = self.shape.inner[0]
@@ -312,17 +358,29 @@ class _KernelWriter:
             value = f"blend(lanes, {value}, {literal(start, s.value.dtype)})"
         if s.kind == "sum" and s.value.dtype.is_floating_point and self._long():
             zero = init(literal(0.0, s.value.dtype))
-            before.append(f"LongSum<{kind}> {name}{array}" + (f" = {{{zero}, {zero}, 0}};" if not array else ";"))
+            before.append(
+                f"LongSum<{kind}> {name}{array}" + (f" = {{{zero}, {zero}, 0}};" if not array else ";")
+            )
             if array:
                 before.append(f"for (auto& a : {name}) a = {{{zero}, {zero}, 0}};")
             scope.lines.append(f"{acc}.add({value});")
             return
         self._declare(before, kind, name, array, init(literal(start, s.value.dtype)))
-        step = {"sum": f"{acc} + {value}", "prod": f"{acc} * {value}", "max": f"maximum({acc}, {value})",
-                "min": f"minimum({acc}, {value})", "any": f"lor({acc}, {value})", "all": f"land({acc}, {value})"}[s.kind]
+        step = {
+            "sum": f"{acc} + {value}",
+            "prod": f"{acc} * {value}",
+            "max": f"maximum({acc}, {value})",
+            "min": f"minimum({acc}, {value})",
+            "any": f"lor({acc}, {value})",
+            "all": f"land({acc}, {value})",
+        }[s.kind]
         if s.value.dtype == torch.bool:
-            step = {"sum": f"lor({acc}, {value})", "prod": f"land({acc}, {value})", "max": f"lor({acc}, {value})",
-                    "min": f"land({acc}, {value})"}.get(s.kind, step)
+            step = {
+                "sum": f"lor({acc}, {value})",
+                "prod": f"land({acc}, {value})",
+                "max": f"lor({acc}, {value})",
+                "min": f"land({acc}, {value})",
+            }.get(s.kind, step)
         scope.lines.append(f"{acc} = {step};" + (f"  // {s.note}" if s.note else ""))
 
     def _declare(self, before: list[str], kind: str, name: str, array: str, start: str) -> None:
@@ -332,8 +390,9 @@ class _KernelWriter:
         else:
             before.append(f"{kind} {name} = {start};")
 
-    def _accumulate_welford(self, s: Reduce, value: str, kind: str, scope: Scope, before: list[str], acc: str,
-                            array: str, init) -> None:  # type: ignore[no-untyped-def]
+    def _accumulate_welford(
+        self, s: Reduce, value: str, kind: str, scope: Scope, before: list[str], acc: str, array: str, init
+    ) -> None:  # type: ignore[no-untyped-def]
         """Floats: moments in double. Doubles: Welford's recurrence, one state a lane."""
         name, scalar = self._acc(s), SCALAR[s.value.dtype]
         rows = self.shape.kind == "rows" and self.vector_var is not None
@@ -355,7 +414,9 @@ class _KernelWriter:
         count = scope.find(key)
         if count is None:
             count = scope.names[key] = self.writer.fresh("w")
-            scope.lines.append(f"const {scalar} {count} = {scalar}(1) / {scalar}({self._linear_position()} + 1);")
+            scope.lines.append(
+                f"const {scalar} {count} = {scalar}(1) / {scalar}({self._linear_position()} + 1);"
+            )
         scope.lines.append(f"{acc}.add({value}, {count});")
 
     def _moments(self, s: Reduce, acc: str, row: bool) -> list[str]:
@@ -366,15 +427,30 @@ class _KernelWriter:
             return [f"{acc}.{prefix}mean(double({n}))", f"{acc}.{prefix}m2(double({n}))"]
         return [f"{acc}.mean()", f"{acc}.m2()"] if row else [f"{acc}.mean", f"{acc}.m2"]
 
-    def _accumulate_position(self, s: Reduce, value: str, kind: str, scope: Scope, before: list[str], acc: str,
-                             array: str, init, rows: bool) -> None:  # type: ignore[no-untyped-def]
+    def _accumulate_position(
+        self,
+        s: Reduce,
+        value: str,
+        kind: str,
+        scope: Scope,
+        before: list[str],
+        acc: str,
+        array: str,
+        init,
+        rows: bool,
+    ) -> None:  # type: ignore[no-untyped-def]
         name, better = self._acc(s), f"better_{s.kind[3:]}"
         vectors = self.vector_var is not None
         start = literal(_identity(s), s.value.dtype)
         index = "vi64" if vectors else "int64_t"
         self._declare(before, kind, name, array, init(start))
-        self._declare(before, index, f"{name}_at", array, "iota(0)" if vectors and rows else
-                      "splat<vi64>(0)" if vectors else "0")
+        self._declare(
+            before,
+            index,
+            f"{name}_at",
+            array,
+            "iota(0)" if vectors and rows else "splat<vi64>(0)" if vectors else "0",
+        )
         at = acc.replace(name, f"{name}_at")
         position = self._linear_position()
         if vectors and rows:
@@ -390,7 +466,9 @@ class _KernelWriter:
     def _linear_position(self) -> str:
         """Row-major position in the reduced axes (of lane 0)."""
         axes = self.shape.inner
-        return index_text(ix.linearize([ix.of(a.var) for a in axes], [a.size for a in axes]), lambda a: a.name)  # type: ignore[attr-defined]
+        return index_text(
+            ix.linearize([ix.of(a.var) for a in axes], [a.size for a in axes]), lambda a: a.name
+        )  # type: ignore[attr-defined]
 
     def _combine_lanes(self, s: Reduce, outer: Scope) -> None:
         """Name the result of a row reduction: one scalar."""
@@ -401,11 +479,15 @@ class _KernelWriter:
                 self._result(ref, scalar, text, outer, s)
             return
         if s.kind in ("argmax", "argmin"):
-            self._result(s.refs[0], "int64_t", f"h{s.kind}({name}, {name}_at)" if vectors else f"{name}_at", outer, s)
+            self._result(
+                s.refs[0], "int64_t", f"h{s.kind}({name}, {name}_at)" if vectors else f"{name}_at", outer, s
+            )
             return
         if s.kind == "sum" and s.value.dtype.is_floating_point and self._long():
             name = f"{name}.result()"
-        word = {"sum": "hsum", "prod": "hprod", "max": "hmax", "min": "hmin", "any": "hany", "all": "hall"}[s.kind]
+        word = {"sum": "hsum", "prod": "hprod", "max": "hmax", "min": "hmin", "any": "hany", "all": "hall"}[
+            s.kind
+        ]
         if s.value.dtype == torch.bool:
             word = {"sum": "hany", "prod": "hall", "max": "hany", "min": "hall"}.get(s.kind, word)
         self._result(s.refs[0], scalar, f"{word}({name})" if vectors else name, outer, s)
@@ -419,7 +501,9 @@ class _KernelWriter:
 
     def _long(self) -> bool:
         extent = ix.product(a.size for a in self.shape.inner)
-        per_lane = LONG_SUM * (self.lanes if self.shape.kind == "rows" and self.vector_var is not None else 1) // 4
+        per_lane = (
+            LONG_SUM * (self.lanes if self.shape.kind == "rows" and self.vector_var is not None else 1) // 4
+        )
         return not isinstance(extent, int) or extent > per_lane
 
     def _scan_step(self, s: Scan, scope: Scope, before: list[str]) -> None:
@@ -430,19 +514,24 @@ class _KernelWriter:
 
         def init(text: str) -> str:
             return f"splat<{kind}>({text})" if vectors else text
+
         state = f"acc_{s.refs[0]}"
         if s.kind.startswith("arg"):
             self._scan_position(s, value, kind, scope, before, init)
             return
         before.append(f"{kind} {state} = {init(literal(_identity(s), s.value.dtype))};")
-        step = {"sum": f"{state} + {value}", "prod": f"{state} * {value}", "max": f"maximum({state}, {value})",
-                "min": f"minimum({state}, {value})", "logsumexp": f"log_add_exp({state}, {value})"}[s.kind]
+        step = {
+            "sum": f"{state} + {value}",
+            "prod": f"{state} * {value}",
+            "max": f"maximum({state}, {value})",
+            "min": f"minimum({state}, {value})",
+            "logsumexp": f"log_add_exp({state}, {value})",
+        }[s.kind]
         scope.lines.append(f"{state} = {step};" + (f"  // {s.note}" if s.note else ""))
         scope.lines.append(f"const {kind} {s.refs[0]} = {state};")
         self.writer.refs[s.refs[0]] = (s.refs[0], vectors)
 
-    def _scan_position(self, s: Scan, value: str, kind: str, scope: Scope, before: list[str],
-                       init) -> None:  # type: ignore[no-untyped-def]
+    def _scan_position(self, s: Scan, value: str, kind: str, scope: Scope, before: list[str], init) -> None:  # type: ignore[no-untyped-def]
         best, at = s.refs
         vectors = self.vector_var is not None
         index = "vi64" if vectors else "int64_t"
@@ -452,7 +541,9 @@ class _KernelWriter:
         flag = self.writer.fresh("better")
         word = "ge" if s.kind == "argmax" else "le"
         scope.lines.append(f"const auto {flag} = lor({word}({value}, acc_{best}), ne({value}, {value}));")
-        scope.lines.append(f"acc_{at} = where({flag}, {f'splat<vi64>({here})' if vectors else here}, acc_{at});")
+        scope.lines.append(
+            f"acc_{at} = where({flag}, {f'splat<vi64>({here})' if vectors else here}, acc_{at});"
+        )
         scope.lines.append(f"acc_{best} = where({flag}, {value}, acc_{best});")
         scope.lines.append(f"const {kind} {best} = acc_{best};")
         scope.lines.append(f"const {index} {at} = acc_{at};")
@@ -464,11 +555,21 @@ class _KernelWriter:
         assert self.shape.vector is not None
         axis = self.shape.vector
         reduces = [s for s in self.kernel.body if isinstance(s, Reduce)]
-        simple = reduces and max(self.phases.values()) <= 1 and all(
-            isinstance(s, (Reduce, Store)) and (isinstance(s, Reduce) or not self._is_full(s)) for s in self.kernel.body)
+        simple = (
+            reduces
+            and max(self.phases.values()) <= 1
+            and all(
+                isinstance(s, (Reduce, Store)) and (isinstance(s, Reduce) or not self._is_full(s))
+                for s in self.kernel.body
+            )
+        )
         wide = self.lanes * COLUMN_UNROLL
-        if simple and isinstance(axis.size, int) and axis.size % wide == 0 and max(
-                self.phases[k] for k, s in enumerate(self.kernel.body) if isinstance(s, Reduce)) == 0:
+        if (
+            simple
+            and isinstance(axis.size, int)
+            and axis.size % wide == 0
+            and max(self.phases[k] for k, s in enumerate(self.kernel.body) if isinstance(s, Reduce)) == 0
+        ):
             return self._wide_columns(axis, reduces)
         outer = Scope(lanes="lanes", provides=frozenset({axis.var}))
         for phase in range(max(self.phases.values(), default=0) + 1):
@@ -480,7 +581,7 @@ class _KernelWriter:
         mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]
         full = [s for s in mine if self._is_full(s)]
         light = [s for s in mine if not self._is_full(s)]
-        self._stores(light, outer)      # results of the phases before
+        self._stores(light, outer)  # results of the phases before
         if not full:
             return
         inside = Scope(outer, lanes="lanes", provides=frozenset(self.inner_vars | self.scan_refs))
@@ -517,18 +618,28 @@ class _KernelWriter:
         for s in reduces:
             self._accumulate(s, inside, before, slot="[u]")
         step = [f"const int64_t {axis.var.name} = block + u * LANES;", *inside.lines]
-        unrolled = [f"#pragma GCC unroll {COLUMN_UNROLL}", f"for (int u = 0; u < {COLUMN_UNROLL}; ++u) {{",
-                    *_indent(step), "}"]
+        unrolled = [
+            f"#pragma GCC unroll {COLUMN_UNROLL}",
+            f"for (int u = 0; u < {COLUMN_UNROLL}; ++u) {{",
+            *_indent(step),
+            "}",
+        ]
         loops = self._inner_loops(unrolled)
         after = Scope(lanes="lanes", provides=frozenset({axis.var}))
         for s in reduces:
             self._column_result(s, after, "[u]")
         self._stores([s for s in self.kernel.body if isinstance(s, Store)], after)
-        finish = [f"for (int u = 0; u < {COLUMN_UNROLL}; ++u) {{",
-                  *_indent([f"const int64_t {axis.var.name} = block + u * LANES;", *after.lines]), "}"]
+        finish = [
+            f"for (int u = 0; u < {COLUMN_UNROLL}; ++u) {{",
+            *_indent([f"const int64_t {axis.var.name} = block + u * LANES;", *after.lines]),
+            "}",
+        ]
         body = ["constexpr Full lanes;", *before, *loops, *finish]
-        block = [f"for (int64_t block = 0; block < {axis.size}; block += {COLUMN_UNROLL} * LANES) {{", *_indent(body),
-                 "}"]
+        block = [
+            f"for (int64_t block = 0; block < {axis.size}; block += {COLUMN_UNROLL} * LANES) {{",
+            *_indent(body),
+            "}",
+        ]
         return self._around(self.shape.outer, block, parallel=True, extra=1)
 
     # -- loops ---------------------------------------------------------------------------------------------------
@@ -537,14 +648,28 @@ class _KernelWriter:
         """Vectors along one axis: whole ones, then the tail."""
         v, n = axis.var.name, _size(axis.size)
         if isinstance(axis.size, int) and axis.size % self.lanes == 0:
-            return [f"for (int64_t {v} = 0; {v} < {n}; {v} += LANES) {{", *_indent(["constexpr Full lanes;", *lines]), "}"]
+            return [
+                f"for (int64_t {v} = 0; {v} < {n}; {v} += LANES) {{",
+                *_indent(["constexpr Full lanes;", *lines]),
+                "}",
+            ]
         if isinstance(axis.size, int) and axis.size < self.lanes:
-            return ["{", *_indent([f"constexpr int64_t {v} = 0;", f"constexpr Lanes lanes{{{n}}};", *lines]), "}"]
+            return [
+                "{",
+                *_indent([f"constexpr int64_t {v} = 0;", f"constexpr Lanes lanes{{{n}}};", *lines]),
+                "}",
+            ]
         step = self.writer.fresh("step")
-        return [f"const auto {step} = [&](int64_t {v}, auto lanes) {{", *_indent(lines), "};",
-                "{", INDENT + f"int64_t {v} = 0;",
-                INDENT + f"for (; {v} + LANES <= {n}; {v} += LANES) {step}({v}, Full{{}});",
-                INDENT + f"if ({v} < {n}) {step}({v}, lanes_left({n} - {v}));", "}"]
+        return [
+            f"const auto {step} = [&](int64_t {v}, auto lanes) {{",
+            *_indent(lines),
+            "};",
+            "{",
+            INDENT + f"int64_t {v} = 0;",
+            INDENT + f"for (; {v} + LANES <= {n}; {v} += LANES) {step}({v}, Full{{}});",
+            INDENT + f"if ({v} < {n}) {step}({v}, lanes_left({n} - {v}));",
+            "}",
+        ]
 
     def _vector_loop_parallel(self, axis: Axis, lines: list[str]) -> list[str]:
         """The same as one plain loop, so that threads can share it."""
@@ -553,9 +678,19 @@ class _KernelWriter:
         if isinstance(axis.size, int) and axis.size % self.lanes == 0:
             return [head, *_indent(["constexpr Full lanes;", *lines]), "}"]
         step = self.writer.fresh("step")
-        return [head, *_indent([f"const auto {step} = [&](auto lanes) {{", *_indent(lines), "};",
-                                f"if ({v} + LANES <= {n}) {step}(Full{{}});",
-                                f"else {step}(lanes_left({n} - {v}));"]), "}"]
+        return [
+            head,
+            *_indent(
+                [
+                    f"const auto {step} = [&](auto lanes) {{",
+                    *_indent(lines),
+                    "};",
+                    f"if ({v} + LANES <= {n}) {step}(Full{{}});",
+                    f"else {step}(lanes_left({n} - {v}));",
+                ]
+            ),
+            "}",
+        ]
 
     def _few(self, axes: tuple[Axis, ...]) -> bool:
         count = ix.product(a.size for a in axes)

@@ -18,20 +18,56 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 
-VECTOR = {torch.float32: "vf32", torch.float64: "vf64", torch.int32: "vi32", torch.int64: "vi64",
-          torch.int16: "vi32", torch.int8: "vi32", torch.uint8: "vi32", torch.bool: "vbool"}
-SCALAR = {torch.float32: "float", torch.float64: "double", torch.int32: "int32_t", torch.int64: "int64_t",
-          torch.int16: "int32_t", torch.int8: "int32_t", torch.uint8: "int32_t", torch.bool: "bool"}
-STORAGE = {torch.float32: "float", torch.float64: "double", torch.int32: "int32_t", torch.int64: "int64_t",
-           torch.int16: "int16_t", torch.int8: "int8_t", torch.uint8: "uint8_t", torch.bool: "bool",
-           torch.bfloat16: "bf16", torch.float16: "half"}
+VECTOR = {
+    torch.float32: "vf32",
+    torch.float64: "vf64",
+    torch.int32: "vi32",
+    torch.int64: "vi64",
+    torch.int16: "vi32",
+    torch.int8: "vi32",
+    torch.uint8: "vi32",
+    torch.bool: "vbool",
+}
+SCALAR = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+    torch.int16: "int32_t",
+    torch.int8: "int32_t",
+    torch.uint8: "int32_t",
+    torch.bool: "bool",
+}
+STORAGE = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+    torch.int16: "int16_t",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+    torch.bool: "bool",
+    torch.bfloat16: "bf16",
+    torch.float16: "half",
+}
 WRAPPED = {torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t"}
 WRAPPING = frozenset("add sub mul neg abs shl bnot div_trunc div_floor pow cast reciprocal".split())
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-WORDS = {"round_even": "round"}     # primitives whose C++ name differs
-BOOL_WORDS = {"add": "lor", "mul": "land", "maximum": "lor", "minimum": "land", "sub": "lxor", "band": "land",
-              "bor": "lor", "bxor": "lxor", "fmax": "lor", "fmin": "land", "bnot": "lnot"}
+WORDS = {"round_even": "round"}  # primitives whose C++ name differs
+BOOL_WORDS = {
+    "add": "lor",
+    "mul": "land",
+    "maximum": "lor",
+    "minimum": "land",
+    "sub": "lxor",
+    "band": "land",
+    "bor": "lor",
+    "bxor": "lxor",
+    "fmax": "lor",
+    "fmin": "land",
+    "bnot": "lnot",
+}
 
 
 def literal(value: bool | int | float, dtype: torch.dtype) -> str:
@@ -75,8 +111,11 @@ def _atom_text(a: ix.Atom, names: Callable[[ix.Atom], str]) -> str:
         low = ix._limit(a.num, upper=False)
         num, den = index_text(a.num, names), index_text(a.den, names)
         if low is not None and ix.nonnegative(low):
-            return f"(({num}) {sign} ({den}))" if not den.isidentifier() and not den.isdigit() \
+            return (
+                f"(({num}) {sign} ({den}))"
+                if not den.isidentifier() and not den.isdigit()
                 else f"(({num}) {sign} {den})"
+            )
         return f"{'div_floor' if sign == '/' else 'remainder'}<int64_t>({num}, {den})"
     return names(a)
 
@@ -96,8 +135,8 @@ class Scope:
     parent: Scope | None = None
     lines: list[str] = field(default_factory=list)
     names: dict[tuple[Expr, Mask | None], str] = field(default_factory=dict)
-    lanes: str | None = None            # name of the lanes tag in a vector scope
-    provides: frozenset[Any] = frozenset()      # loop variables and refs that exist from this scope inwards
+    lanes: str | None = None  # name of the lanes tag in a vector scope
+    provides: frozenset[Any] = frozenset()  # loop variables and refs that exist from this scope inwards
 
     def find(self, key: tuple[Expr, Mask | None]) -> str | None:
         scope: Scope | None = self
@@ -114,7 +153,7 @@ class ExpressionWriter:
     def __init__(self, params: dict[str, torch.dtype], vector_var: Var | None) -> None:
         self.params = params
         self.vector_var = vector_var
-        self.refs: dict[str, tuple[str, bool]] = {}     # ref -> (C++ name, is a vector)
+        self.refs: dict[str, tuple[str, bool]] = {}  # ref -> (C++ name, is a vector)
         self.replaced: dict[Expr, Callable[[Scope], str]] = {}
         self.count = 0
         self._vectors: dict[Expr, bool] = {}
@@ -217,8 +256,12 @@ class ExpressionWriter:
             return f"-{args[0]}"
         if x.op == "reciprocal":
             return f"{literal(1, x.dtype)} / {args[0]}"
-        if x.op == "where" and x.dtype != torch.bool and not any(self.is_vector(a) for a in x.args[1:]) \
-                and self.is_vector(x.args[0]):
+        if (
+            x.op == "where"
+            and x.dtype != torch.bool
+            and not any(self.is_vector(a) for a in x.args[1:])
+            and self.is_vector(x.args[0])
+        ):
             args[1] = f"splat<{VECTOR[x.dtype]}>({args[1]})"
         return f"{WORDS.get(x.op, x.op)}({', '.join(args)})"
 
@@ -312,7 +355,10 @@ class ExpressionWriter:
         base = index_text(i, lambda a: self._atom_name(a, scope, mask))
         if split[0] == 1:
             return "", f"{buffer} + {base}"
-        return "_strided", f"{buffer} + {base}, {index_text(split[0], lambda a: self._atom_name(a, scope, mask))}"
+        return (
+            "_strided",
+            f"{buffer} + {base}, {index_text(split[0], lambda a: self._atom_name(a, scope, mask))}",
+        )
 
     def _load(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
         buffer, i = x.args[0], x.args[1]

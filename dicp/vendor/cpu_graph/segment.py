@@ -20,9 +20,20 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen
 from dicp.vendor.cpu_graph.expression import STORAGE, index_text
 
-DTYPE_CODES = {torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5,
-               torch.float32: 6, torch.float64: 7, torch.complex64: 9, torch.complex128: 10, torch.bool: 11,
-               torch.bfloat16: 15}
+DTYPE_CODES = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.complex64: 9,
+    torch.complex128: 10,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+}
 
 
 def _moved(buffers: Sequence[Buffer]) -> int:
@@ -33,18 +44,24 @@ def _moved(buffers: Sequence[Buffer]) -> int:
 class SegmentWriter:
     """Writes one segment. Claims call `tensor`, `optional`, `ints`, `results` and `call`."""
 
-    def __init__(self, name: str, plan: Any, kernel_names: dict[str, str], size_names: Sequence[str],
-                 timed: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        plan: Any,
+        kernel_names: dict[str, str],
+        size_names: Sequence[str],
+        timed: bool = False,
+    ) -> None:
         self.timed = timed
-        self.labels: list[tuple[str, int]] = []     # (what, bytes moved) of each timed step
+        self.labels: list[tuple[str, int]] = []  # (what, bytes moved) of each timed step
         self.name, self.plan, self.kernel_names = name, plan, kernel_names
         self.size_names = list(size_names)
         self.lines: list[str] = []
-        self.arguments: list[str] = []              # buffers whose address the caller passes, in order
+        self.arguments: list[str] = []  # buffers whose address the caller passes, in order
         self.declared: set[str] = set()
-        self.kernels: dict[str, Any] = {}           # kernel function -> Launch, in order of first use
+        self.kernels: dict[str, Any] = {}  # kernel function -> Launch, in order of first use
         self.calls: list[Call] = []
-        self.kept: list[str] = []                   # library results that outlive the segment, in slot order
+        self.kept: list[str] = []  # library results that outlive the segment, in slot order
         self.handles: dict[str, str] = {}
         self.hoisted: list[str] = []
         self.steps: list[str] = []
@@ -77,8 +94,9 @@ class SegmentWriter:
         sizes, n = self.ints(v.shape)
         strides, _ = self.ints(v.strides)
         name = self.fresh("t")
-        self.lines.append(f"const Tensor {name} = view({where}, {n}, {sizes}, {strides}, "
-                          f"{DTYPE_CODES[v.buffer.dtype]});")
+        self.lines.append(
+            f"const Tensor {name} = view({where}, {n}, {sizes}, {strides}, {DTYPE_CODES[v.buffer.dtype]});"
+        )
         return f"{name}.h"
 
     def optional(self, v: View | None) -> str:
@@ -95,7 +113,9 @@ class SegmentWriter:
 
     def call(self, call: Call, function: str, arguments: Sequence[str], extra: Sequence[str] = ()) -> None:
         """One library call. Results that the library allocates are appended to the arguments, then `extra`."""
-        results = [b for b in call.outputs if b is not None and b.kind == "library"] if not call.claim.out else []
+        results = (
+            [b for b in call.outputs if b is not None and b.kind == "library"] if not call.claim.out else []
+        )
         names = []
         for b in call.outputs if not call.claim.out else ():
             if b is None:
@@ -111,14 +131,17 @@ class SegmentWriter:
         for b in results:
             sizes, n = self.ints(b.shape)
             strides, _ = self.ints(b.strides)
-            self.lines.append(f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) "
-                              f"return {-number};")
+            self.lines.append(
+                f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) return {-number};"
+            )
 
     # -- pointers ------------------------------------------------------------------------------------------------
 
     def pointer(self, b: Buffer) -> str:
         """The C++ pointer of a buffer, declared at its first use."""
-        mine = b.name if b.kind not in ("input", "constant") else f"in_{b.name}"     # a user's name may be a C++ word
+        mine = (
+            b.name if b.kind not in ("input", "constant") else f"in_{b.name}"
+        )  # a user's name may be a C++ word
         if b.name in self.declared:
             return mine
         self.declared.add(b.name)
@@ -165,7 +188,9 @@ class SegmentWriter:
         self.lines = []
         call.claim.emit(self, call)
         note = f"  // {call.note}"
-        moved = _moved([v.buffer for v in views((call.args, call.kwargs))] + [b for b in call.outputs if b is not None])
+        moved = _moved(
+            [v.buffer for v in views((call.args, call.kwargs))] + [b for b in call.outputs if b is not None]
+        )
         self._timed(call.note, moved, [f"{{{note}", *("  " + line for line in self.lines), "}"])
 
     def _timed(self, label: str, moved: int, lines: list[str]) -> None:
@@ -195,12 +220,21 @@ class SegmentWriter:
             params = codegen.signature(kernel, "").removeprefix("void (")
             out.append(f"static void (*{name})({params};  // kernel {k}")
         if self.timed:
-            out += ["", f"static int64_t times[{len(self.labels) + 1}];",
-                    f'extern "C" __attribute__((visibility("default"))) const int64_t* {self.name}_times() '
-                    "{ return times; }"]
+            out += [
+                "",
+                f"static int64_t times[{len(self.labels) + 1}];",
+                f'extern "C" __attribute__((visibility("default"))) const int64_t* {self.name}_times() '
+                "{ return times; }",
+            ]
         bound = [f"  {n} = (decltype({n}))k[{i}];" for i, n in enumerate(self.kernels)]
-        out += ["", f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}_bind(const int64_t* k) {{',
-                *(bound or ["  (void)k;"]), "  return 0;", "}", ""]
+        out += [
+            "",
+            f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}_bind(const int64_t* k) {{',
+            *(bound or ["  (void)k;"]),
+            "  return 0;",
+            "}",
+            "",
+        ]
         body = []
         position = len(self.arguments)
         if self.uses_arena:
@@ -217,6 +251,10 @@ class SegmentWriter:
         if self.uses_checks:
             body.append(f"int32_t checks[{n_checks}] = {{}};")
         body += [*self.hoisted, *self.steps, *self.finish(n_checks)]
-        out += [f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
-                *("  " + line for line in body), "}", ""]
+        out += [
+            f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
+            *("  " + line for line in body),
+            "}",
+            "",
+        ]
         return "\n".join(out)

@@ -23,6 +23,9 @@ def report_at_exit(program: str, labels: list[tuple[str, int]], times_address: i
             entry[1] += moved
             entry[2] += 1
         for label, (ns, moved, count) in sorted(grouped.items(), key=lambda g: -g[1][0]):
-            print(f"  {ns / 1e6:9.2f} ms {100 * ns / total:5.1f} %  x{count:<3} {moved / 2**20:8.1f} MiB a call  {label}",
-                  file=sys.stderr)
+            print(
+                f"  {ns / 1e6:9.2f} ms {100 * ns / total:5.1f} %  x{count:<3} {moved / 2**20:8.1f} MiB a call  {label}",
+                file=sys.stderr,
+            )
+
     atexit.register(report)
