@@ -49,7 +49,8 @@ def quiet_shapes(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def promoted_dtypes(kind: str, *operands: object) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype torch computes an elementwise op in, and that of its result, for tensors and Python numbers."""
+    """The dtype torch computes an elementwise op in, and that of its result, for tensors and Python numbers.
+    """
     from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KINDS
     from torch._prims_common import elementwise_dtypes
 
@@ -58,7 +59,7 @@ def promoted_dtypes(kind: str, *operands: object) -> tuple[torch.dtype, torch.dt
 
 def empty_strided_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised CPU tensor, by the shortest path there is."""
-    from torch._C._dynamo.guards import _empty_strided_cpu
+    from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
     return _empty_strided_cpu(shape, strides, dtype)  # type: ignore[no-any-return]
 
@@ -115,7 +116,8 @@ def aot_compile(
 
 
 def report_output_strides(strides: list[Any]) -> None:
-    """Tell AOTAutograd the strides that a forward graph's outputs have, so that the backward is traced with them."""
+    """Tell AOTAutograd the strides that a forward graph's outputs have, so that the backward is traced with
+    them."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -152,7 +154,7 @@ def graph_breaks() -> list[str]:
 
 def window(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
     """A view of base's memory, `offset` elements behind its start, by the shortest path there is."""
-    from torch._C._dynamo.guards import _reinterpret_tensor
+    from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
 
     return _reinterpret_tensor(base, shape, strides, offset)  # type: ignore[no-any-return]
 

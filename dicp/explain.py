@@ -43,13 +43,15 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.graphs)} graphs, {len(self.breaks)} graph breaks, first call {self.total_seconds:.2f} s"
+            f"{len(self.graphs)} graphs, {len(self.breaks)} graph breaks, "
+            f"first call {self.total_seconds:.2f} s"
         ]
         lines += [f"  break: {b}" for b in self.breaks]
         for g in self.graphs:
             lines.append("")
             lines.append(
-                f"{g.name}: {len(g.kernels)} kernels, {len(g.library)} library calls, {len(g.externs)} externs"
+                f"{g.name}: {len(g.kernels)} kernels, {len(g.library)} library calls, "
+                f"{len(g.externs)} externs"
             )
             for k in g.kernels:
                 lines.append(f"  kernel {k['name']}  x{k['launches']}  {k['space']}")
@@ -139,7 +141,8 @@ def _counted(lines: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m dicp.explain module:function [--backend B] [--json]`: the function takes no arguments and returns
+    """`python -m dicp.explain module:function [--backend B] [--json]`: the function takes no arguments and
+    returns
     (model, args)."""
     import argparse
     import importlib

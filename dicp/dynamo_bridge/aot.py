@@ -1,4 +1,5 @@
-"""Between Dynamo's graph and ours: AOTAutograd with dicp's decompositions, partitioner and inner compilers."""
+"""Between Dynamo's graph and ours: AOTAutograd with dicp's decompositions, partitioner and inner compilers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def compile_joint(
 
 
 def _free_saved_strides(graph: fx.GraphModule) -> None:
-    """Values saved for backward may keep whatever layout they have; what the user sees keeps eager's strides."""
+    """Values saved for backward may keep whatever layout they have; what the user sees keeps eager's
+    strides."""
     visible = compat.visible_outputs()
     symbolic = any(isinstance(n.meta.get("val"), torch.SymInt) for n in graph.graph.nodes)
     if visible is None or symbolic:
@@ -64,7 +66,8 @@ def _free_saved_strides(graph: fx.GraphModule) -> None:
 
 
 def _saved_as_given(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Saved values arrive with the strides the forward gave them, which may differ from those that were traced."""
+    """Saved values arrive with the strides the forward gave them, which may differ from those that were
+    traced."""
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     changed = False
     for node, given in zip(placeholders, inputs, strict=True):
@@ -85,7 +88,8 @@ def output_strides(compiled: Compiled) -> list[Any]:
 
 
 def _count(compiled: Compiled) -> None:
-    """torch._dynamo.utils.counters["dicp"]: kernels, library calls, externs and their names, over all compiles."""
+    """torch._dynamo.utils.counters["dicp"]: kernels, library calls, externs and their names, over all
+    compiles."""
     counters = compat.counters()
     program = compiled.program
     counters["graphs"] += 1

@@ -18,7 +18,8 @@ def dicp_cpu(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile for the CPU. Raises OptionError for an unknown mode or option, and what compile_graph raises."""
+    """Compile for the CPU. Raises OptionError for an unknown mode or option, and what compile_graph raises.
+    """
     return _compile(CPU, gm, example_inputs, mode, options)
 
 

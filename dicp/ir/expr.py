@@ -1,10 +1,13 @@
 """Scalar expressions: what one element of a tensor is computed by.
 
-An `Expr` is a frozen node `(op, args, dtype)`; shared subexpressions are shared objects. Low-precision floats are
+An `Expr` is a frozen node `(op, args, dtype)`; shared subexpressions are shared objects. Low-precision
+floats are
 computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES; loads widen and stores round.
 
-Leaves:    const(value)   index(Index)   load(buffer, flat Index)   at(value name, logical index tuple)   ref(name)
-Wrappers:  cast(x)   round(x, storage dtype)   masked(condition, x, other): x, whose loads happen only where condition
+Leaves:    const(value)   index(Index)   load(buffer, flat Index)   at(value name, logical index tuple)
+ref(name)
+Wrappers:  cast(x)   round(x, storage dtype)   masked(condition, x, other): x, whose loads happen only where
+condition
 Others:    the primitives of UNARY, BINARY and TERNARY
 """
 
@@ -44,7 +47,8 @@ NAMES = {
 
 UNARY = frozenset(
     """neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos
-    atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc round_even isnan isinf
+    atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc round_even
+    isnan isinf
     signbit lnot bnot""".split()
 )
 BINARY = frozenset(
@@ -59,7 +63,7 @@ EXPENSIVE = frozenset(
     erf erfc erfinv lgamma digamma sigmoid pow atan2 hypot fmod remainder""".split()
 )
 
-Number = Union[bool, int, float]
+Number = bool | int | float
 Operand = Union["Expr", bool, int, float]
 
 
@@ -69,7 +73,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Expr:
-    """One scalar operation. `note` (op and user line, for comments in generated code) takes no part in equality."""
+    """One scalar operation. `note` (op and user line, for comments in generated code) takes no part in
+    equality."""
 
     __slots__ = ("_hash", "args", "dtype", "note", "op")
 
@@ -230,7 +235,8 @@ def binary(op: str, a: Operand, b: Operand) -> Expr:
 
 
 def _fold(op: str, x: Expr, y: Expr) -> Expr | None:
-    """Identities that hold for every value of the dtype, NaN and -0 included, and integer index arithmetic."""
+    """Identities that hold for every value of the dtype, NaN and -0 included, and integer
+    index arithmetic."""
     if op == "mul" and y.op == "const" and y.args[0] == 1 and x.dtype != torch.bool:
         return x  # x * 1 -> x
     if op == "mul" and x.op == "const" and x.args[0] == 1 and y.dtype != torch.bool:

@@ -28,7 +28,8 @@ class Atom:
 
 @dataclass(frozen=True, eq=False)
 class Var(Atom):
-    """A loop variable (`size` is its extent) or a size symbol (`size` is None, the value is at least `low`)."""
+    """A loop variable (`size` is its extent) or a size symbol (`size` is None, the value is at
+    least `low`)."""
 
     name: str
     size: Index | None = None
@@ -269,7 +270,8 @@ def substitute(x: Index, mapping: Mapping[Atom, Index]) -> Index:
 
 
 def _limit(x: Index, upper: bool) -> Index | None:
-    """Upper (or lower) bound of x over its loop variables, as an index over size symbols; None when unknown."""
+    """Upper (or lower) bound of x over its loop variables, as an index over size symbols; None
+    when unknown."""
     if isinstance(x, int):
         return x
     total: Index = 0
@@ -365,7 +367,8 @@ def _split(num: Index, den: Index) -> tuple[Index, Index]:
 
 
 def _by_gcd(rest: Index, den: Index) -> tuple[int, Index, Index] | None:
-    """Find g, hi, lo with rest = g*hi + lo, g | den and 0 <= lo < g, so that division and modulo act on hi alone."""
+    """Find g, hi, lo with rest = g*hi + lo, g | den and 0 <= lo < g, so that division and modulo act on hi
+    alone."""
     if not isinstance(den, int) or isinstance(rest, int):
         return None
     for g in sorted({math.gcd(c, den) for _, c in rest.terms}, reverse=True):

@@ -1,6 +1,7 @@
 """The meaning of kernels: an interpreter over torch tensors, the reference for generated kernels.
 
-The whole iteration space is evaluated at once: axis k of the kernel is dimension k of every tensor in here, of size 1
+The whole iteration space is evaluated at once: axis k of the kernel is dimension k of every tensor in here,
+of size 1
 where a value does not depend on the axis. Float reductions are taken in float64 and rounded once.
 """
 
@@ -20,10 +21,13 @@ _BOOL_KINDS = {"sum": "any", "prod": "all", "max": "any", "min": "all"}
 _UPDATES = {"mul": "prod", "max": "amax", "min": "amin"}
 
 
-def run_kernel(kernel: Kernel, buffers: Mapping[str, torch.Tensor], sizes: Mapping[str, int] | None = None) -> None:
+def run_kernel(
+    kernel: Kernel, buffers: Mapping[str, torch.Tensor], sizes: Mapping[str, int] | None = None
+) -> None:
     """Run a kernel on its (flat, one-dimensional) buffers, in place.
 
-    sizes: the value of each size symbol. Loads see memory as it was when the kernel began; a statement's own updates
+    sizes: the value of each size symbol. Loads see memory as it was when the kernel began; a statement's own
+    updates
     (+=, max=...) add up. Raises IndexError when an index check fails.
     """
     _Run(kernel, buffers, dict(sizes or {})).run()
@@ -32,7 +36,9 @@ def run_kernel(kernel: Kernel, buffers: Mapping[str, torch.Tensor], sizes: Mappi
 class _Run:
     def __init__(self, kernel: Kernel, buffers: Mapping[str, torch.Tensor], sizes: dict[str, int]) -> None:
         self.kernel, self.buffers = kernel, buffers
-        self.before = {p.name: buffers[p.name].clone() if p.written else buffers[p.name] for p in kernel.params}
+        self.before = {
+            p.name: buffers[p.name].clone() if p.written else buffers[p.name] for p in kernel.params
+        }
         self.values: dict[str, int | torch.Tensor] = dict(sizes)
         self.extents = tuple(int(ix.evaluate(a.size, self._atom)) for a in kernel.axes)
         for k, (axis, extent) in enumerate(zip(kernel.axes, self.extents, strict=True)):
@@ -60,7 +66,8 @@ class _Run:
         return self._value(e).expand(self.extents)
 
     def _along(self, e: Expr) -> tuple[torch.Tensor, torch.Size]:
-        """The values of a reduced expression as [outer points.., reduced points], and the shape of a result."""
+        """The values of a reduced expression as [outer points.., reduced points], and the
+        shape of a result."""
         x = self._full(e)
         outer = [k for k in range(len(self.extents)) if k not in self.inner]
         result = torch.Size(1 if k in self.inner else n for k, n in enumerate(self.extents))
@@ -127,7 +134,7 @@ def _first_best(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _write(buffer: torch.Tensor, at: torch.Tensor, value: torch.Tensor, mode: str) -> None:
     """Write or combine flat elements, in order."""
-    if mode == "set":       # of two writes to one element, the later counts
+    if mode == "set":  # of two writes to one element, the later counts
         order = torch.full_like(buffer, -1, dtype=torch.int64)
         order.scatter_reduce_(0, at, torch.arange(at.numel()), "amax")
         hit = order >= 0

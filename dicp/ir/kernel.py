@@ -7,8 +7,10 @@
     store   := buffer[index] (= | += | *= | max= | min=) expr
     expr    := const | [index] | buffer[index] | ref | primitive(expr, ...)      (ir/expr.py)
 
-An expression that names a reduced axis, or a scan's result, has one value per point of the full space; any other has
-one value per point of the outer (not reduced) axes. Statements are in dependency order. Indices are flat, in elements.
+An expression that names a reduced axis, or a scan's result, has one value per point of the full space; any
+other has
+one value per point of the outer (not reduced) axes. Statements are in dependency order. Indices are flat, in
+elements.
 A kernel's hash ignores buffer and axis names, so equal kernels are built once.
 """
 
@@ -112,7 +114,7 @@ def expressions(kernel: Kernel) -> tuple[Expr, ...]:
 def canonical(kernel: Kernel) -> Kernel:
     """The kernel with axes i0.., buffers b0.., refs r0.. and sizes n0.. renamed in order of appearance."""
     sizes = {v: Var(f"n{k}", None, v.low) for k, v in enumerate(kernel.sizes)}
-    size_map = {v: ix.of(n) for v, n in sizes.items()}
+    size_map: dict[ix.Atom, Index] = {v: ix.of(n) for v, n in sizes.items()}
     axes = {a.var: Var(f"i{k}", ix.substitute(a.size, size_map)) for k, a in enumerate(kernel.axes)}
     index_map: dict[ix.Atom, Index] = {v: ix.of(n) for v, n in axes.items()}
     index_map.update(size_map)

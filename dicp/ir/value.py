@@ -1,6 +1,7 @@
 """Virtual tensors: what lowering rules compute with.
 
-A `Value` is a shape, a dtype and a function from a logical index to the expression of that element. Views are index
+A `Value` is a shape, a dtype and a function from a logical index to the expression of that element. Views
+are index
 transforms, elementwise ops compose expressions: nothing is computed or stored until a value is materialised.
 `Builder` is what a lowering rule may ask of the lowering in progress.
 """
@@ -25,7 +26,8 @@ ScatterMode = Literal["set", "add", "mul", "max", "min"]
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor that can be asked for any of its elements. `dtype` is the storage dtype; elements are Exprs of its
+    """A tensor that can be asked for any of its elements. `dtype` is the storage dtype; elements are Exprs
+    of its
     compute dtype (float32 for bfloat16 and float16)."""
 
     shape: Shape
@@ -57,7 +59,8 @@ class Builder(Protocol):
         dtype: torch.dtype,
         fn: Callable[[Indices, Indices], Expr],
     ) -> Value:
-        """Reduce fn(index, reduced index) over `extent`. sum/prod accumulate in the Expr's dtype; max/min propagate
+        """Reduce fn(index, reduced index) over `extent`. sum/prod accumulate in the Expr's dtype; max/min
+        propagate
         NaN; argmax/argmin give the first row-major position (int64) in `extent`; any/all give bool."""
 
     def welford(
@@ -88,10 +91,13 @@ class Builder(Protocol):
         mode: ScatterMode,
         unique: bool = False,
     ) -> Value:
-        """base, then for each index of `extent`, fn gives (target index, element) which is set into or combined with
-        the target. Duplicates combine (add...); for "set" the last in row-major order wins. `unique`: targets are
+        """base, then for each index of `extent`, fn gives (target index, element) which is set into or
+        combined with
+        the target. Duplicates combine (add...); for "set" the last in row-major order wins. `unique`:
+        targets are
         known to differ."""
 
     def indirect(self, position: Expr, size: Index, what: str, wrap: bool = True) -> Index:
-        """A run-time integer as an index into a dimension of `size`. Negative counts from the end when `wrap`. Out of
+        """A run-time integer as an index into a dimension of `size`. Negative counts from the end when
+        `wrap`. Out of
         range raises IndexError (naming `what` and the user's line) when the program runs."""

@@ -1,4 +1,5 @@
-"""The vocabulary in which scalar bodies of the op table are written: one function per primitive of ir.expr."""
+"""The vocabulary in which scalar bodies of the op table are written: one function per primitive of ir.expr.
+"""
 
 from __future__ import annotations
 

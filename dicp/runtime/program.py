@@ -75,8 +75,7 @@ class Program:
             for n in (*b.shape, *b.strides):
                 note(n)
         for launch in self.launches:
-            for v in launch.kernel.sizes:
-                found[v.name] = v
+            found.update({size.name: size for size in launch.kernel.sizes})
         for call in self.library_calls:
             for v in views((call.args, call.kwargs)):
                 for n in (*v.shape, *v.strides, v.offset):
@@ -131,8 +130,10 @@ def _indices(x: Any) -> list[Index]:
 
 @dataclass(eq=False)
 class NativeSegment:
-    """What a vendor made of a Segment: `run(*ints)` takes the buffers' addresses in the order of `arguments`, then the
-    arena's (when `arena`), then the address of the slots for kept handles (when there are any), then the sizes."""
+    """What a vendor made of a Segment: `run(*ints)` takes the buffers' addresses in the order of
+    `arguments`, then the
+    arena's (when `arena`), then the address of the slots for kept handles (when there are any), then the
+    sizes."""
 
     run: Callable[..., int]
     arguments: list[str]
@@ -167,7 +168,7 @@ class Runner:
         call._boxed_call = True
         return call  # type: ignore[no-any-return]
 
-    # -- writing -------------------------------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------------------
 
     def _write(self) -> str:
         self._inputs()
@@ -241,7 +242,7 @@ class Runner:
         found: dict[str, Var] = {}
         stack: list[Any] = [
             self.lowered.outputs,
-            [(c.args, c.kwargs, [v for v in views((c.args, c.kwargs))]) for c in self.program.externs],
+            [(c.args, c.kwargs, views((c.args, c.kwargs))) for c in self.program.externs],
         ]
         while stack:
             x = stack.pop()

@@ -1,4 +1,5 @@
-"""What lowering produces: definitions of named tensors, in program order, and the buffers that may hold them."""
+"""What lowering produces: definitions of named tensors, in program order, and the buffers that may hold
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from dicp.ir.value import Indices, Shape, Value
 class Buffer:
     """A named tensor in memory: sizes and strides in elements.
 
-    kind: input (a graph input), temp (arena), output (allocated for the caller), library (allocated by a library
+    kind: input (a graph input), temp (arena), output (allocated for the caller), library (allocated by a
+    library
     call), extern (a result of an aten call made from Python).
     """
 
@@ -60,7 +62,8 @@ class View:
 
 @dataclass(frozen=True)
 class Raw:
-    """A value that only calls made from Python touch: a sparse or quantised tensor, a generator, a script object."""
+    """A value that only calls made from Python touch: a sparse or quantised tensor, a generator, a script
+    object."""
 
     name: str
 
@@ -74,9 +77,10 @@ class Host:
 
 @dataclass(eq=False)
 class Def:
-    """One step of the lowered graph. `outputs` are the buffers it defines, `note` the op and the user's line."""
+    """One step of the lowered graph. `outputs` are the buffers it defines, `note` the op and the user's
+    line."""
 
-    outputs: tuple[Buffer, ...]
+    outputs: tuple[Any, ...]
     note: str = ""
 
 
@@ -116,7 +120,8 @@ class Scatter(Def):
 
 @dataclass(eq=False)
 class Call(Def):
-    """A library call (`claim` set) or an extern aten call. Tensor arguments are Views; other arguments are raw or Index.
+    """A library call (`claim` set) or an extern aten call. Tensor arguments are Views; other arguments are
+    raw or Index.
 
     `node` is the FX node, for its target and for messages.
     """

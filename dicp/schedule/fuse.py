@@ -3,8 +3,10 @@
 A group has one iteration space: axes, some of them reduced. Each member's loop variables map one to one onto
     the full space    (elementwise before, between and after the reductions; the reductions themselves), or
     the outer axes    (elementwise on reduction results).
-A definition joins the group that saves most memory traffic: the values it would have read back, and the reads it shares.
-It may join when every value of the group that it reads is the one computed at the same point, and when no step outside
+A definition joins the group that saves most memory traffic: the values it would have read back, and the
+reads it shares.
+It may join when every value of the group that it reads is the one computed at the same point, and when no
+step outside
 the group lies between the two.
 """
 
@@ -63,7 +65,8 @@ Step = Group | Call
 
 
 def fuse(lowered: Lowered) -> list[Step]:
-    """Group the definitions of a lowered graph. Returns the steps in an order that respects every dependency."""
+    """Group the definitions of a lowered graph. Returns the steps in an order that respects every
+    dependency."""
     return _Fusion(lowered).run()
 
 
@@ -89,7 +92,7 @@ class _Fusion:
             self._record(place, d, reads, deps)
         return self._ordered()
 
-    # -- dependencies --------------------------------------------------------------------------------------------
+    # -- dependencies --------------------------------------------------------------------------------------
 
     def _dependencies(self, d: Def, reads: list[tuple[str, Indices]]) -> set[int]:
         deps: set[int] = set()
@@ -140,7 +143,7 @@ class _Fusion:
         self.fresh += 1
         return Var(f"a{self.fresh}", size)
 
-    # -- choosing a group ----------------------------------------------------------------------------------------
+    # -- choosing a group ----------------------------------------------------------------------------------
 
     def _best(self, d: Def, reads: list[tuple[str, Indices]], deps: set[int]) -> int | None:
         candidates = set(deps)
@@ -187,7 +190,7 @@ class _Fusion:
                 if b is not None:
                     group.produced[b.name] = member.index(d.index)
 
-    # -- may it join? --------------------------------------------------------------------------------------------
+    # -- may it join? --------------------------------------------------------------------------------------
 
     def _join(self, group: Group, d: Def, reads: list[tuple[str, Indices]]) -> Mapping | None:
         """The mapping under which d joins, or None."""
@@ -303,7 +306,8 @@ class _Fusion:
         return (not later and not scans) or self._row_fits(group, new_reduced, mapping, d)
 
     def _may_reduce(self, group: Group, under: set[Var]) -> bool:
-        """Existing elementwise members must tolerate that some axes become reduced: they stay at full level."""
+        """Existing elementwise members must tolerate that some axes become reduced: they stay
+        at full level."""
         return all(
             set(group.axes) == {a for v in m.mapping.values() for a in _loop_atoms(v)} for m in group.members
         )
@@ -325,7 +329,8 @@ class _Fusion:
         return True
 
     def _row_fits(self, group: Group, reduced: set[Var], mapping: Mapping, d: Def) -> bool:
-        """Whether a row can be read again from cache by a later phase, and whether rows are enough for all cores."""
+        """Whether a row can be read again from cache by a later phase, and whether rows are enough for all
+        cores."""
         size = ix.product(v.size for v in reduced if v.size is not None)
         rows = ix.product(v.size for v in group.axes if v not in reduced and v.size is not None)
         if not isinstance(size, int):
@@ -334,17 +339,17 @@ class _Fusion:
         for m in (*group.members, Member(d, mapping, _reads(d))):
             for name, at in m.reads:
                 flat = self.buffers[name].flat(m.index(at)) if name in self.buffers else 0
-                contiguous |= any(
-                    ix.coefficient(flat, v) is not None and ix.coefficient(flat, v)[0] == 1 for v in reduced
-                )  # type: ignore[index]
+                found = [ix.coefficient(flat, v) for v in reduced]
+                contiguous |= any(c is not None and c[0] == 1 for c in found)
         if isinstance(rows, int) and rows < torch.get_num_threads() and size > MAX_ROW // 4:
             return False
         return size <= (MAX_ROW if contiguous else MAX_COLUMN)
 
-    # -- order ---------------------------------------------------------------------------------------------------
+    # -- order ---------------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[Step]:
-        """Steps after everything they depend on; among the ready ones, the earliest in program order first."""
+        """Steps after everything they depend on; among the ready ones, the earliest in program
+        order first."""
         done = 0
         waiting = list(range(len(self.steps)))
         out: list[Step] = []
@@ -421,7 +426,8 @@ def _linearization(i: Index) -> list[Var] | None:
 
 
 def _unify(pairs: list[tuple[Index, Index]], d: Def) -> tuple[Mapping | None, dict[Var, list[Var]]]:
-    """Solve `index of d == index of the group` for d's variables; group axes that d sees finer are to be refined."""
+    """Solve `index of d == index of the group` for d's variables; group axes that d sees finer are to be
+    refined."""
     mapping: Mapping = {}
     refine: dict[Var, list[Var]] = {}
     later: list[tuple[Index, Index]] = []
@@ -459,7 +465,7 @@ def _unify(pairs: list[tuple[Index, Index]], d: Def) -> tuple[Mapping | None, di
 
 def _refine_group(group: Group, into: dict[Var, Index], parts: dict[Var, list[Var]]) -> Group:
     """The same group over finer axes."""
-    swap: Mapping = dict(into)
+    swap: Mapping = {v: i for v, i in into.items()}  # noqa: C416 (the key type widens)
     out = Group(closed=group.closed)
     for a in group.axes:
         out.axes += parts.get(a, [a])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -19,7 +21,8 @@ from dicp.schedule.lower import Lowered
 
 @dataclass(eq=False)
 class Launch:
-    """One kernel call: the buffers bound to the kernel's parameters, in order. `checks`: numbers of its index checks."""
+    """One kernel call: the buffers bound to the kernel's parameters, in order. `checks`: numbers of its
+    index checks."""
 
     kernel: Kernel
     buffers: tuple[Buffer, ...]
@@ -99,7 +102,8 @@ def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[st
 
 
 def _serial(group: Group) -> set[Var]:
-    """Axes along which a scatter may meet the same element twice: all but those that are a target coordinate."""
+    """Axes along which a scatter may meet the same element twice: all but those that are a target
+    coordinate."""
     out: set[Var] = set()
     for m in group.members:
         d = m.definition
@@ -181,7 +185,7 @@ def _drop_dead(body: list[Statement]) -> list[Statement]:
     return out[::-1]
 
 
-# -- axes --------------------------------------------------------------------------------------------------------
+# -- axes --------------------------------------------------------------------------------------------------
 
 
 def _accesses(body: list[Statement]) -> list[Index]:
@@ -192,7 +196,8 @@ def _accesses(body: list[Statement]) -> list[Index]:
 
 
 def _stride(i: Index, v: Var) -> int:
-    """How far apart in memory two neighbours along v are (symbolic factors count as 1024; indirect as far)."""
+    """How far apart in memory two neighbours along v are (symbolic factors count as 1024;
+    indirect as far)."""
     split = ix.coefficient(i, v)
     if split is None:
         return 1 << 20
@@ -264,7 +269,7 @@ def _rewrite_body(body: list[Statement], leaf, on_index) -> list[Statement]:  # 
     spots: list[int] = []
     for k, s in enumerate(body):
         if isinstance(s, Store) and isinstance(s.index, ix.Poly):
-            roots.append(Expr("index", (s.index,), ex.torch.int64))
+            roots.append(Expr("index", (s.index,), torch.int64))
             spots.append(k)
     done = ex.rewrite(tuple(roots), leaf, on_index)
     flats = {k: e.args[0] for k, e in zip(spots, done[len(body) :], strict=True)}
@@ -277,7 +282,7 @@ def _rewrite_body(body: list[Statement], leaf, on_index) -> list[Statement]:  # 
     return out
 
 
-# -- the rest ----------------------------------------------------------------------------------------------------
+# -- the rest ----------------------------------------------------------------------------------------------
 
 
 def _number_checks(body: list[Statement]) -> tuple[list[Statement], list[int]]:
@@ -321,7 +326,8 @@ def _params(body: list[Statement], lowered: Lowered) -> tuple[tuple[Param, ...],
 def _overwritable(body: list[Statement]) -> dict[str, frozenset[str]]:
     """For each stored buffer, the loaded buffers that are only read at the very position it is stored to.
 
-    With reductions only a store that follows all of them counts: an earlier one would change what later phases read.
+    With reductions only a store that follows all of them counts: an earlier one would change what later
+    phases read.
     """
     reduced = {r for s in body if not isinstance(s, Store) for r in s.refs}
     at: dict[str, set[Index]] = {}

@@ -5,7 +5,8 @@
     sum(mul(x, y), dim=1)        ->  buf1[i0] = sum over r0 of mul(x[i0, r0], y[i0, r0])       one Reduction
     mm, convolution, attention   ->  Call on Views, when the vendor claims the node; else an extern Call
 
-A value is materialised (gets a definition) when it is a graph output, an operand of a call, or read more than once and
+A value is materialised (gets a definition) when it is a graph output, an operand of a call, or read more
+than once and
 dearer to recompute than to read. Fusion (fuse.py) later decides which of those really reach memory.
 """
 
@@ -100,7 +101,7 @@ class _Lowering:
         ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
         self.uses = _use_counts(gm)
 
-    # -- the walk ------------------------------------------------------------------------------------------------
+    # -- the walk ------------------------------------------------------------------------------------------
 
     def run(self) -> Lowered:
         for node in self.gm.graph.nodes:
@@ -188,7 +189,7 @@ class _Lowering:
 
         return tuple(get(a) for a in node.args), {k: get(a) for k, a in node.kwargs.items()}
 
-    # -- materialising -------------------------------------------------------------------------------------------
+    # -- materialising -------------------------------------------------------------------------------------
 
     def _settle(self, node: fx.Node, result: Any) -> Any:
         """Note, memoise and (where it pays) materialise what a rule returned."""
@@ -284,7 +285,7 @@ class _Lowering:
     def _sizes(self, xs: Any) -> Shape:
         return tuple(self.symbols.index(x) for x in xs)
 
-    # -- the Builder protocol ------------------------------------------------------------------------------------
+    # -- the Builder protocol ------------------------------------------------------------------------------
 
     def meta(self, node: Any) -> tuple[Shape, torch.dtype]:
         val = node.meta["val"]
@@ -387,7 +388,7 @@ class _Lowering:
             first = Value(shape, dtypes[0], fn)
             rest = Value(shape, torch.int64, lambda i: ex.const(0, torch.int64))
             return (first, rest)[: len(dtypes)]
-        line = idx[axis].terms[0][0][0]  # type: ignore[union-attr]
+        line = _loop_vars((idx[axis],))[0]
         others = tuple(v for v in _loop_vars(idx) if v != line)
         outs = tuple(self._buffer(shape, d, self._strides(shape, self.node)) for d in dtypes)
         self.out.defs.append(
@@ -416,7 +417,8 @@ class _Lowering:
         return out.value()
 
     def _scatter_base(self, base: Value) -> Buffer:
-        """The memory a scatter updates: the mutated graph input itself when nothing else reads it, else a copy."""
+        """The memory a scatter updates: the mutated graph input itself when nothing else reads it, else a
+        copy."""
         mine = self._mutated_input(base)
         if mine is not None:
             assert self.node is not None
@@ -451,10 +453,11 @@ class _Lowering:
         checked = Expr("check", (position, limit, int(wrap), number), torch.int64)
         return ix.of(ix.Opaque(checked, size))
 
-    # -- calls ---------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------
 
     def operand(self, value: Any, dense: bool = False) -> View:
-        """A value as a strided window on memory, materialised when it is not one already. `dense`: row-major."""
+        """A value as a strided window on memory, materialised when it is not one already. `dense`: row-
+        major."""
         if isinstance(value, View):
             return value
         if isinstance(value, Buffer):
@@ -517,7 +520,8 @@ class _Lowering:
         return self._add_call(node, args, kwargs, None, None, "extern")
 
     def _as_traced(self, a: Any) -> Any:
-        """An argument of an extern call: tensors with the strides they were traced with, which the op may rely on."""
+        """An argument of an extern call: tensors with the strides they were traced with, which the op may
+        rely on."""
         if isinstance(a, (list, tuple)):
             return type(a)(self._as_traced(x) for x in a)
         if not isinstance(a, fx.Node):
@@ -558,7 +562,7 @@ class _Lowering:
         )
         return results if isinstance(val, (tuple, list)) else results[0]
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------
 
     def _finish(self, node: fx.Node) -> None:
         results = node.args[0]
@@ -577,7 +581,8 @@ class _Lowering:
         self.out.outputs = returned
 
     def _mutation_source(self, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Value | None:
-        """What is written over a graph input; materialised first when it reads memory that is about to change."""
+        """What is written over a graph input; materialised first when it reads memory that is about to
+        change."""
         if src in self.in_place and self.in_place[src] is self.out.buffers[ph.name]:
             return None
         value = self.values[src]

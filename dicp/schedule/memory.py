@@ -1,8 +1,10 @@
 """Static memory plan: where every temporary of a program lives in one arena.
 
-Buffers whose lifetimes do not overlap share memory. Static sizes: offsets are chosen largest buffer first, each at the
+Buffers whose lifetimes do not overlap share memory. Static sizes: offsets are chosen largest buffer first,
+each at the
 lowest offset free during its life. Symbolic sizes: a freed slot is taken by a buffer of provably equal size.
-In-place reuse comes first: a kernel's result takes over the buffer of an operand that dies there and is read only at the
+In-place reuse comes first: a kernel's result takes over the buffer of an operand that dies there and is read
+only at the
 position written.
 """
 
@@ -21,8 +23,10 @@ ALIGN = 64  # bytes: a cache line, and the widest vector
 
 @dataclass(eq=False)
 class Plan:
-    """`offset`: bytes into the arena by buffer name. `root`: the buffer whose memory a buffer shares. `last_use`:
-    the item after which a root's memory is free. `size`: arena bytes. `lower_bound`: the most that is alive at once."""
+    """`offset`: bytes into the arena by buffer name. `root`: the buffer whose memory a buffer shares.
+    `last_use`:
+    the item after which a root's memory is free. `size`: arena bytes. `lower_bound`: the most that is alive
+    at once."""
 
     root: dict[str, str] = field(default_factory=dict)
     offset: dict[str, Index] = field(default_factory=dict)

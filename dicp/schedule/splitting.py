@@ -1,6 +1,7 @@
 """Long reductions with few results, split in two so that every core has work.
 
-    out[c] = sum over (n, h, w) x[n, h, w, c]   ->   part[n, c] = sum over (h, w) x[n, h, w, c];  out[c] = sum over n part[n, c]
+    out[c] = sum over (n, h, w) x[n, h, w, c]   ->   part[n, c] = sum over (h, w) x[n, h, w, c];  out[c] =
+    sum over n part[n, c]
 
 Splitting also bounds the rounding error of long float sums: partial sums are added pairwise-like.
 """
@@ -29,7 +30,8 @@ COLUMN_BLOCK = 64  # results a core takes at a time when they are contiguous
 
 @dataclass(frozen=True)
 class Split:
-    """`lead` leading dims of the extent become results; with `factor`, the first dim is cut into that many pieces."""
+    """`lead` leading dims of the extent become results; with `factor`, the first dim is cut into that many
+    pieces."""
 
     lead: int
     factor: int | None
@@ -99,9 +101,9 @@ def split_extent(
         return None
     total, chosen = 1, 0
     for lead in range(1, len(extent)):
-        total *= extent[lead - 1]  # type: ignore[operator]
+        before, total = total, _count(extent[:lead])
         rest = under // total
-        if chosen and (rest < MIN_CHAIN or under * extent[lead - 1] // total <= LONG_CHAIN):  # type: ignore[operator]
+        if chosen and (rest < MIN_CHAIN or under // before <= LONG_CHAIN):
             break
         if total >= threads and rest >= 16:
             chosen = lead

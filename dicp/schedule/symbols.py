@@ -16,7 +16,8 @@ from dicp.ir.index import Index, Var
 
 
 class Symbols:
-    """Converts sizes to Index. `host` holds the expressions that are not polynomials with floor division and modulo:
+    """Converts sizes to Index. `host` holds the expressions that are not polynomials with floor division and
+    modulo:
     they become size symbols of their own, computed once per call."""
 
     def __init__(self, shape_env: Any | None) -> None:

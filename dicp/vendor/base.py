@@ -1,6 +1,7 @@
 """What a vendor is: data and a few functions, found through the entry-point group `dicp.vendors`.
 
-Two families fit. A *kernel vendor* takes lowered kernels (`emit` ... through `assemble`); a *graph-compiler vendor*
+Two families fit. A *kernel vendor* takes lowered kernels (`emit` ... through `assemble`); a *graph-compiler
+vendor*
 hands whole graphs, or the parts it supports, to a toolchain of its own (`GraphVendor`).
 """
 
@@ -17,9 +18,10 @@ import torch.fx as fx
 class Claim:
     """An op that the vendor gives to a library.
 
-    emit(writer, call) adds the call's source lines to the vendor's writer. out: the call writes into memory we plan (else it allocates).
+    emit(writer, call) adds the call's source lines to the vendor's writer.
+    out: the call writes into memory we plan (else it allocates).
     strides(lowering, node, args) -> strides of each result, None for "as traced".
-    prepare(lowering, node, args) -> arguments, when they must be other than the node's own (dense, transposed...).
+    prepare(lowering, node, args) -> arguments, when they must be other than the node's own (dense, ...).
     """
 
     name: str
@@ -46,7 +48,8 @@ class Vendor(Protocol):
         """The library call for a node, or None."""
 
     def fingerprint(self) -> str:
-        """Stable text of everything of the vendor that changes generated code: toolchain, ISA, library choices."""
+        """Stable text of everything of the vendor that changes generated code: toolchain, ISA, library
+        choices."""
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         """Emit, build and load a Program; returns the function that runs it on a (boxed) list of inputs."""

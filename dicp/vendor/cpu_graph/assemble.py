@@ -88,7 +88,7 @@ def _native(
     writer: SegmentWriter, library: Library, program: Program, unit: Unit, config: Any
 ) -> NativeSegment:
     addresses = [library.address(program_name) for program_name in writer.kernels]
-    loaded = dict((u.source, h) for u, h in library.units)[unit.source]
+    loaded = {u.source: h for u, h in library.units}[unit.source]
 
     def address(symbol: str) -> int:
         found = ctypes.cast(getattr(loaded, symbol), ctypes.c_void_p).value

@@ -1,4 +1,5 @@
-"""What cpu_graph gives to libraries: GEMM, convolution, attention, pooling, sorting; and which library serves it."""
+"""What cpu_graph gives to libraries: GEMM, convolution, attention, pooling, sorting; and which library
+serves it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def cpu_maker() -> str:
 def prefers_onednn(dtype: torch.dtype) -> bool:
     """Whether oneDNN serves a GEMM of this dtype better than MKL does.
 
-    MKL runs fp32 at half of an AMD core's peak, oneDNN at 95 %; on Intel MKL is at the peak. bf16 goes to oneDNN
+    MKL runs fp32 at half of an AMD core's peak, oneDNN at 95 %; on Intel MKL is at the peak. bf16 goes to
+    oneDNN
     everywhere.
     """
     return torch.backends.mkldnn.is_available() and (
@@ -109,7 +111,7 @@ def _rows(*positions: int) -> Callable[..., Sequence[Any]]:
     return prepare
 
 
-# -- GEMM --------------------------------------------------------------------------------------------------------
+# -- GEMM --------------------------------------------------------------------------------------------------
 
 
 def _mm(node: fx.Node) -> Claim | None:
@@ -213,7 +215,7 @@ def _linear_call(
     w.call(c, SHIM + "_linear_pointwise", [w.tensor(x), w.tensor(weight), w.optional(bias), *_act(w, act)])
 
 
-# -- convolution -------------------------------------------------------------------------------------------------
+# -- convolution -------------------------------------------------------------------------------------------
 
 
 def _lists(w: Any, *lists: Sequence[int]) -> list[str]:
@@ -225,10 +227,9 @@ def _lists(w: Any, *lists: Sequence[int]) -> list[str]:
 
 
 def _channels_last(v: View) -> bool:
-    order = sorted(
-        range(len(v.shape)), key=lambda d: -v.strides[d] if isinstance(v.strides[d], int) else -(1 << 40)
-    )
-    return len(v.shape) == 4 and order == [0, 2, 3, 1] or len(v.shape) == 5 and order == [0, 2, 3, 4, 1]
+    """Whether dims lie in memory as [batch, *spatial, channels], as far as strides are numbers."""
+    order = _memory_order(v)
+    return len(order) in (4, 5) and order == (0, *range(2, len(order)), 1)
 
 
 def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
@@ -379,7 +380,7 @@ def _convolution_backward(node: fx.Node) -> Claim | None:
     return Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
 
 
-# -- attention ---------------------------------------------------------------------------------------------------
+# -- attention ---------------------------------------------------------------------------------------------
 
 
 def _attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]:
@@ -468,7 +469,7 @@ def _flash_backward(node: fx.Node) -> Claim | None:
     return Claim("attention backward: flash", emit, prepare=_rows(0, 1, 2, 3, 4))
 
 
-# -- pooling, sorting, dropout -----------------------------------------------------------------------------------
+# -- pooling, sorting, dropout -----------------------------------------------------------------------------
 
 
 def _full_args(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

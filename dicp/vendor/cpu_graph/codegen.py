@@ -2,9 +2,11 @@
 
 Three loop shapes, chosen by which axis is contiguous in memory:
     pointwise   for outer.. { for vector axis { load, compute, store } }
-    rows        for outer.. { for each phase { for reduced axis, vectors along it { accumulate } combine lanes } }
+    rows        for outer.. { for each phase { for reduced axis, vectors along it { accumulate } combine
+    lanes } }
     columns     for outer.. { for vectors of results { for reduced axis { accumulate in lanes } store } }
-A phase is one pass over the reduced axes; a statement belongs to the first phase in which all it reads is known.
+A phase is one pass over the reduced axes; a statement belongs to the first phase in which all it reads is
+known.
 Scans along the contiguous axis, and scatters that may collide along it, run as scalar loops.
 """
 
@@ -117,7 +119,7 @@ class _KernelWriter:
         self.scratch: list[str] = []
         self.written: set[int] = set()  # outer-level stores of a row kernel that stand already
 
-    # -- the function --------------------------------------------------------------------------------------------
+    # -- the function --------------------------------------------------------------------------------------
 
     def function(self) -> str:
         body = {"pointwise": self._pointwise, "rows": self._rows, "columns": self._columns}[self.shape.kind]()
@@ -168,7 +170,7 @@ class _KernelWriter:
         }
         return bool((needs | where | opaque) & (self.inner_vars | self.scan_refs)) or s.mode != "set"
 
-    # -- pointwise -----------------------------------------------------------------------------------------------
+    # -- pointwise -----------------------------------------------------------------------------------------
 
     def _pointwise(self) -> list[str]:
         outer = Scope(provides=frozenset())
@@ -200,7 +202,8 @@ class _KernelWriter:
             if how != "one" and not self.writer.is_vector(s.value):
                 value = f"splat<{VECTOR[s.value.dtype]}>({value})"
             elif how == "one" and self.writer.is_vector(s.value):
-                value = f"last_lane({value}, {scope.lanes})"  # an expanded result: every lane writes the same place
+                # an expanded result: every lane writes the same place
+                value = f"last_lane({value}, {scope.lanes})"
             pending.append((s, how, where, value))
         for s, how, where, value in pending:
             note = f"  // {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
@@ -239,7 +242,7 @@ class _KernelWriter:
             f"{word.format(f'''load{'' if how == 'one' else how}({where}, {lanes})''', value)}, {lanes});"
         )
 
-    # -- rows ----------------------------------------------------------------------------------------------------
+    # -- rows ----------------------------------------------------------------------------------------------
 
     def _rows(self) -> list[str]:
         outer = Scope()
@@ -287,7 +290,8 @@ class _KernelWriter:
         return lines
 
     def _kept_between_phases(self) -> dict[int, list[Expr]]:
-        """Dear values needed in several phases, by the phase that computes them first: kept in a row on the stack."""
+        """Dear values needed in several phases, by the phase that computes them first: kept in a row on the
+        stack."""
         inner = self.shape.inner
         if (
             self.vector_var is None
@@ -332,7 +336,7 @@ class _KernelWriter:
             scope.lines.append(f"store({row} + {axis.var.name}, {name}, lanes);")
             self.writer.replaced[e] = lambda s, row=row: f"load({row} + {axis.var.name}, lanes)"  # type: ignore[misc]
 
-    # -- reductions ----------------------------------------------------------------------------------------------
+    # -- reductions ----------------------------------------------------------------------------------------
 
     def _accumulate(self, s: Reduce, scope: Scope, before: list[str], slot: str = "") -> None:
         """Declare the accumulator in `before` and add this point's value to it."""
@@ -422,7 +426,7 @@ class _KernelWriter:
     def _moments(self, s: Reduce, acc: str, row: bool) -> list[str]:
         """(mean, m2) of an accumulator."""
         if s.value.dtype == torch.float32:
-            n = index_text(ix.product(a.size for a in self.shape.inner), lambda a: a.name)  # type: ignore[attr-defined]
+            n = index_text(ix.product(a.size for a in self.shape.inner), lambda a: a.key)
             prefix = "row_" if row else ""
             return [f"{acc}.{prefix}mean(double({n}))", f"{acc}.{prefix}m2(double({n}))"]
         return [f"{acc}.mean()", f"{acc}.m2()"] if row else [f"{acc}.mean", f"{acc}.m2"]
@@ -466,9 +470,8 @@ class _KernelWriter:
     def _linear_position(self) -> str:
         """Row-major position in the reduced axes (of lane 0)."""
         axes = self.shape.inner
-        return index_text(
-            ix.linearize([ix.of(a.var) for a in axes], [a.size for a in axes]), lambda a: a.name
-        )  # type: ignore[attr-defined]
+        position = ix.linearize([ix.of(a.var) for a in axes], [a.size for a in axes])
+        return index_text(position, lambda a: a.key)
 
     def _combine_lanes(self, s: Reduce, outer: Scope) -> None:
         """Name the result of a row reduction: one scalar."""
@@ -549,7 +552,7 @@ class _KernelWriter:
         scope.lines.append(f"const {index} {at} = acc_{at};")
         self.writer.refs[best], self.writer.refs[at] = (best, vectors), (at, vectors)
 
-    # -- columns -------------------------------------------------------------------------------------------------
+    # -- columns -------------------------------------------------------------------------------------------
 
     def _columns(self) -> list[str]:
         assert self.shape.vector is not None
@@ -642,7 +645,7 @@ class _KernelWriter:
         ]
         return self._around(self.shape.outer, block, parallel=True, extra=1)
 
-    # -- loops ---------------------------------------------------------------------------------------------------
+    # -- loops ---------------------------------------------------------------------------------------------
 
     def _vector_loop(self, axis: Axis, lines: list[str]) -> list[str]:
         """Vectors along one axis: whole ones, then the tail."""
@@ -697,7 +700,8 @@ class _KernelWriter:
         return isinstance(count, int) and count < 2 * torch.get_num_threads()
 
     def _around(self, axes: tuple[Axis, ...], lines: list[str], parallel: bool, extra: int = 0) -> list[str]:
-        """The outer loops, shared between threads when the work is worth it. `extra` loops of `lines` join them."""
+        """The outer loops, shared between threads when the work is worth it. `extra` loops of `lines` join
+        them."""
         for a in reversed(axes):
             lines = [_for(a), *_indent(lines), "}"]
         loops = len(axes) + extra
@@ -734,7 +738,7 @@ def _identity(s: Reduce | Scan) -> bool | int | float:
 
 
 def _size(n: Index) -> str:
-    text = index_text(n, lambda a: a.name)  # type: ignore[attr-defined]
+    text = index_text(n, lambda a: a.key)
     return text if text.isalnum() else f"({text})"
 
 

@@ -1,6 +1,7 @@
 """Scalar and vector expressions as C++ text.
 
-An expression becomes a chain of `const` declarations, each with the aten op and the user's line it came from. The same
+An expression becomes a chain of `const` declarations, each with the aten op and the user's line it came
+from. The same
 function names serve vectors (vf32, vi64, ...) and scalars (float, int64_t, ...): see include/dicp_vec.h.
 """
 
@@ -164,7 +165,7 @@ class ExpressionWriter:
         self.count += 1
         return f"{stem}{self.count - 1}"
 
-    # -- facts ---------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------
 
     def is_vector(self, x: Expr) -> bool:
         """Whether x differs between lanes."""
@@ -194,10 +195,11 @@ class ExpressionWriter:
             scope = scope.parent
         return scope
 
-    # -- expressions ---------------------------------------------------------------------------------------------
+    # -- expressions ---------------------------------------------------------------------------------------
 
     def write(self, x: Expr, scope: Scope, mask: Mask | None = None) -> str:
-        """The C++ name (or literal) of x, declared in scope if it has none yet. `mask`: where loads may happen."""
+        """The C++ name (or literal) of x, declared in scope if it has none yet. `mask`: where loads may
+        happen."""
         if x.op == "const":
             return literal(x.args[0], x.dtype)
         if x.op == "ref":
@@ -294,7 +296,7 @@ class ExpressionWriter:
             guard = f", hany({mask.name})" if mask.vector and lanes == "One{}" else f", {mask.name}"
         return f"check_index({p}, {n}, {'true' if wrap else 'false'}, err + {number}, {lanes}{guard})"
 
-    # -- indices -------------------------------------------------------------------------------------------------
+    # -- indices -------------------------------------------------------------------------------------------
 
     def index(self, i: Index, scope: Scope, mask: Mask | None = None) -> str:
         """An index value: scalar text, or a vi64 when it differs between lanes."""
@@ -345,7 +347,8 @@ class ExpressionWriter:
         return any(isinstance(a, ix.Opaque) and self.is_vector(a.payload) for a in ix.atoms(i))
 
     def place(self, buffer: str, i: Index, scope: Scope, mask: Mask | None) -> tuple[str, str]:
-        """(function suffix, leading arguments) that reach position i: "" contiguous, "_strided", or gather/scatter."""
+        """(function suffix, leading arguments) that reach position i: "" contiguous, "_strided", or
+        gather/scatter."""
         v = self.vector_var
         if v is None or scope.lanes is None or not self._index_varies(i):
             return "one", f"{buffer} + {self.index(i, scope, mask)}"

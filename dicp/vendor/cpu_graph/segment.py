@@ -1,6 +1,7 @@
 """A run of kernels and library calls as one C++ function.
 
-    extern "C" int64_t segment0(const int64_t* a)      a: addresses of inputs, outputs, arena; sizes; result slots
+    extern "C" int64_t segment0(const int64_t* a)      a: addresses of inputs, outputs, arena; sizes; result
+    slots
         0       done
         k > 0   index check k - 1 failed
         k < 0   library call -k - 1 raised
@@ -20,6 +21,7 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen
 from dicp.vendor.cpu_graph.expression import STORAGE, index_text
 
+EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 DTYPE_CODES = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -69,14 +71,14 @@ class SegmentWriter:
         self.uses_arena = False
         self.uses_checks = False
 
-    # -- what claims use -----------------------------------------------------------------------------------------
+    # -- what claims use -----------------------------------------------------------------------------------
 
     def fresh(self, stem: str) -> str:
         self.count += 1
         return f"{stem}{self.count}"
 
     def text(self, i: Index) -> str:
-        return index_text(i, lambda a: a.name)  # type: ignore[attr-defined]
+        return index_text(i, lambda a: a.key)
 
     def ints(self, values: Sequence[Any]) -> tuple[str, int]:
         """(name of an int64 array, length)."""
@@ -112,7 +114,8 @@ class SegmentWriter:
         return self.tensor(View(buffer, buffer.shape, buffer.strides))
 
     def call(self, call: Call, function: str, arguments: Sequence[str], extra: Sequence[str] = ()) -> None:
-        """One library call. Results that the library allocates are appended to the arguments, then `extra`."""
+        """One library call. Results that the library allocates are appended to the arguments,
+        then `extra`."""
         results = (
             [b for b in call.outputs if b is not None and b.kind == "library"] if not call.claim.out else []
         )
@@ -135,7 +138,7 @@ class SegmentWriter:
                 f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) return {-number};"
             )
 
-    # -- pointers ------------------------------------------------------------------------------------------------
+    # -- pointers ------------------------------------------------------------------------------------------
 
     def pointer(self, b: Buffer) -> str:
         """The C++ pointer of a buffer, declared at its first use."""
@@ -163,7 +166,7 @@ class SegmentWriter:
         """Declare at the top of the function, or in place when the value only exists from here on."""
         (self.steps if here else self.hoisted).append(line)
 
-    # -- steps ---------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------
 
     def write(self, steps: Sequence[Any]) -> None:
         """Add steps: Launch, Call, or ("free", root name)."""
@@ -229,7 +232,7 @@ class SegmentWriter:
         bound = [f"  {n} = (decltype({n}))k[{i}];" for i, n in enumerate(self.kernels)]
         out += [
             "",
-            f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}_bind(const int64_t* k) {{',
+            f"{EXPORT}int64_t {self.name}_bind(const int64_t* k) {{",
             *(bound or ["  (void)k;"]),
             "  return 0;",
             "}",

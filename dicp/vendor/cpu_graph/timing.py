@@ -8,7 +8,8 @@ import sys
 
 
 def report_at_exit(program: str, labels: list[tuple[str, int]], times_address: int) -> None:
-    """Print totals at exit, dearest first. `times_address`: a function that returns the array of nanoseconds."""
+    """Print totals at exit, dearest first. `times_address`: a function that returns the array of
+    nanoseconds."""
     times = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_int64))(times_address)
 
     def report() -> None:
@@ -24,7 +25,8 @@ def report_at_exit(program: str, labels: list[tuple[str, int]], times_address: i
             entry[2] += 1
         for label, (ns, moved, count) in sorted(grouped.items(), key=lambda g: -g[1][0]):
             print(
-                f"  {ns / 1e6:9.2f} ms {100 * ns / total:5.1f} %  x{count:<3} {moved / 2**20:8.1f} MiB a call  {label}",
+                f"  {ns / 1e6:9.2f} ms {100 * ns / total:5.1f} %  x{count:<3} "
+                f"{moved / 2**20:8.1f} MiB a call  {label}",
                 file=sys.stderr,
             )
 
