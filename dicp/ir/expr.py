@@ -203,15 +203,15 @@ def round_to(x: Expr, dtype: torch.dtype) -> Expr:
 
 
 def _pair(a: Operand, b: Operand) -> tuple[Expr, Expr]:
+    """Both operands in one dtype: a Python number takes the other's, but a float makes integers float32."""
     if not isinstance(a, Expr):
         assert isinstance(b, Expr)
-        return const(
-            a, b.dtype if not isinstance(a, float) or b.dtype.is_floating_point else torch.float32
-        ), b
+        y, x = _pair(b, a)
+        return x, y
     if not isinstance(b, Expr):
-        return a, const(
-            b, a.dtype if not isinstance(b, float) or a.dtype.is_floating_point else torch.float32
-        )
+        if isinstance(b, float) and not a.dtype.is_floating_point:
+            a = cast(a, torch.float32)
+        return a, const(b, a.dtype)
     if a.dtype != b.dtype:
         wide = torch.promote_types(a.dtype, b.dtype)
         return cast(a, wide), cast(b, wide)

@@ -597,11 +597,19 @@ class _Lowering:
             return wanted
         return self._named(wanted, ph)
 
+    def _memory_of(self, buffer: Buffer) -> Buffer:
+        """The buffer that owns the memory: a scatter's result lives in its base."""
+        while buffer.kind == "alias":
+            buffer = next(d.base for d in self.out.defs if isinstance(d, Scatter) and d.outputs[0] is buffer)
+        return buffer
+
     def _output(self, r: Any, mutated: set[str], free: bool) -> Any:
         if not isinstance(r, fx.Node):
             return r
         value = self.values[r]
         val = r.meta.get("val")
+        if r.target is aten.copy_.default and r.args[0] in {ph for ph, _ in self.mutations}:
+            r = r.args[0]  # type: ignore[assignment]  # the mutated input itself is what the caller has
         if r.op == "placeholder":
             return ("input", [n for n in self.gm.graph.nodes if n.op == "placeholder"].index(r))
         if not isinstance(val, torch.Tensor) or isinstance(value, Raw):
@@ -626,9 +634,10 @@ class _Lowering:
                 and not aliases
                 and (free or _strides_agree(window[0], strides, shape))
             ):
-                if buffer.kind == "temp":
-                    buffer.kind = "output"
-                if buffer.kind != "alias":
+                base = self._memory_of(buffer)
+                if base.kind == "temp":
+                    base.kind = "output"
+                if base.kind not in ("input", "constant") or buffer is base:
                     return View(buffer, shape, window[0] if free else strides, window[1])
         order = self._strides(shape, r) if free else strides
         if not free and not _no_overlap(val):

@@ -29,7 +29,7 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     ]
     n_checks = len(program.lowered.checks)
     for step, writer in writers:
-        units.append(Unit(f"{program.name}_segment{step.number}", writer.source(n_checks)))
+        units.append(Unit(f"{program.name}_segment{step.number}", writer.source(n_checks), _lines(step)))
     program.sources = {u.name: u.source for u in units}
     launcher = threading.Thread(target=get_launcher, args=(config,))  # once per machine: beside the kernels
     launcher.start()
@@ -69,6 +69,12 @@ def kernel_units(program: Program, lanes: int) -> tuple[dict[str, str], list[Uni
 
 
 PRELUDE = '#include "dicp_kernel.h"\nusing namespace dicp;'
+
+
+def _lines(step: Segment) -> tuple[str, ...]:
+    """The user's lines that a segment comes from."""
+    notes = [n for i in step.items for n in (i.kernel.origins if isinstance(i, Launch) else (i.note,))]
+    return tuple(dict.fromkeys(notes))
 
 
 def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool) -> SegmentWriter:
