@@ -3,6 +3,7 @@ code generation. Needs no compiler."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,9 @@ class Kernels:
         return self.claims.get(str(node.target).removeprefix("aten.").removesuffix(".default"))
 
 
-def traced(fn: Callable[..., Any], *inputs: Any, train: bool = False, dynamic: bool | None = False) -> dict[str, GraphModule]:
+def traced(
+    fn: Callable[..., Any], *inputs: Any, train: bool = False, dynamic: bool | None = False
+) -> dict[str, GraphModule]:
     """The graphs a vendor is given for `fn`, by role; meta["given"] holds the inputs each was run with.
 
     An input is a shape (float32, random), a tensor or an int.
@@ -60,14 +63,24 @@ def traced(fn: Callable[..., Any], *inputs: Any, train: bool = False, dynamic: b
 
             record._boxed_call = True  # type: ignore[attr-defined]
             return record
+
         return compiler
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return compat.aot_compile(gm, example_inputs, forward=keep("forward"), backward=keep("backward"),
-                                  inference=keep("inference"), decompositions=decomposition_table(lambda op: False))
+        return compat.aot_compile(
+            gm,
+            example_inputs,
+            forward=keep("forward"),
+            backward=keep("backward"),
+            inference=keep("inference"),
+            decompositions=decomposition_table(lambda op: False),
+        )
 
     torch._dynamo.reset()
-    args = [torch.randn(i) if isinstance(i, tuple) else i.clone() if isinstance(i, torch.Tensor) else i for i in inputs]
+    args = [
+        torch.randn(i) if isinstance(i, tuple) else i.clone() if isinstance(i, torch.Tensor) else i
+        for i in inputs
+    ]
     for a in args:
         if train and isinstance(a, torch.Tensor) and a.is_floating_point():
             a.requires_grad_()
@@ -88,14 +101,23 @@ def program_of(gm: GraphModule, vendor: Any = None, **options: Any) -> Program:
     return make_program("test", lowered, items, plan_memory(items, lowered))
 
 
-def compiled(fn: Callable[..., Any], *inputs: Any, vendor: Any = None, role: str = "inference", dynamic: bool | None = False,
-             **options: Any) -> Program:
+def compiled(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    vendor: Any = None,
+    role: str = "inference",
+    dynamic: bool | None = False,
+    **options: Any,
+) -> Program:
     """`program_of` the graph of `fn`."""
-    return program_of(traced(fn, *inputs, train=role != "inference", dynamic=dynamic)[role], vendor, **options)
+    return program_of(
+        traced(fn, *inputs, train=role != "inference", dynamic=dynamic)[role], vendor, **options
+    )
 
 
 def text(program: Program) -> str:
-    """The kernels, library calls and externs of a program as text, without the user's lines."""
+    """The kernels, library calls and externs of a program as text, without the user's lines; buffers that lowering
+    made are t0, t1, ... by appearance."""
     lines = []
     for item in program.items:
         if isinstance(item, Launch):
@@ -103,7 +125,8 @@ def text(program: Program) -> str:
         else:
             outs = ", ".join(b.name for b in item.outputs if b is not None)
             lines.append(f"{outs} = {'library' if item.claim else 'extern'} {item.node.target}")
-    return "\n".join(lines) + "\n"
+    seen: dict[str, str] = {}
+    return re.sub(r"\bbuf\d+\b", lambda m: seen.setdefault(m[0], f"t{len(seen)}"), "\n".join(lines) + "\n")
 
 
 def names(program: Program) -> list[str]:
@@ -137,7 +160,10 @@ class Memory:
     def _bind(self, bound: Any, value: Any) -> None:
         pairs = [(bound, value)]
         if isinstance(bound, Buffer):
-            pairs = [*zip(bound.shape, value.shape, strict=True), *zip(bound.strides, value.stride(), strict=True)]
+            pairs = [
+                *zip(bound.shape, value.shape, strict=True),
+                *zip(bound.strides, value.stride(), strict=True),
+            ]
         for size, actual in pairs:
             if isinstance(size, ix.Poly) and size.is_atom:
                 self.sizes.setdefault(size.terms[0][0][0].key, int(actual))
@@ -167,8 +193,9 @@ class Memory:
 
     def _output(self, o: Any, inputs: Sequence[Any]) -> Any:
         if isinstance(o, View):
-            return self.of(o.buffer).as_strided([self.number(n) for n in o.shape], [self.number(s) for s in o.strides],
-                                                self.number(o.offset))
+            return self.of(o.buffer).as_strided(
+                [self.number(n) for n in o.shape], [self.number(s) for s in o.strides], self.number(o.offset)
+            )
         if isinstance(o, tuple) and o and o[0] == "input":
             return inputs[o[1]]
         return self.number(o) if isinstance(o, ix.Poly) else o

@@ -37,10 +37,16 @@ EXCEPTIONS = {
 
 # Underscored torch modules and fx internals, allowed outside compat.py: why.
 PRIVATE = {
-    ("dicp.autoload", "torch._logging._internal"): "runs inside `import torch`: compat would import all of torch",
+    (
+        "dicp.autoload",
+        "torch._logging._internal",
+    ): "runs inside `import torch`: compat would import all of torch",
     ("dicp.conformance", "torch"): "a test kit: it reads torch's own test samples (torch.testing._internal)",
 }
-SYMBOLS = ("torch.fx.experimental", "torch.utils._sympy")   # how torch itself spells symbolic sizes; no public names
+SYMBOLS = (
+    "torch.fx.experimental",
+    "torch.utils._sympy",
+)  # how torch itself spells symbolic sizes; no public names
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -52,7 +58,9 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 def imports(name: str, tree: ast.Module) -> Iterator[str]:
     """Every module or name imported, at the top or inside a function, as a dotted path."""
-    package = name if (ROOT.parent / name.replace(".", "/") / "__init__.py").exists() else name.rpartition(".")[0]
+    package = (
+        name if (ROOT.parent / name.replace(".", "/") / "__init__.py").exists() else name.rpartition(".")[0]
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
@@ -80,7 +88,9 @@ def layer(name: str) -> int:
 
 
 def allowed(importer: str, imported: str, table: dict[tuple[str, str], str]) -> bool:
-    return any(under(importer, a) and (a != "dicp" or importer == "dicp") and under(imported, b) for a, b in table)
+    return any(
+        under(importer, a) and (a != "dicp" or importer == "dicp") and under(imported, b) for a, b in table
+    )
 
 
 NAMES = {name for name, _ in modules()}
@@ -140,23 +150,41 @@ def test_private_torch_is_imported_in_compat_only() -> None:
 def private_attributes(tree: ast.Module) -> Iterator[str]:
     """torch._x.y written out, without an import."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__") and \
-                isinstance(node.value, ast.Name) and node.value.id == "torch":
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ):
             yield f"torch.{node.attr}"
 
 
 def test_private_torch_is_named_in_compat_only() -> None:
-    wrong = [f"{name} uses {what}" for name, tree in modules() if name != "dicp.compat" and not under(name, "dicp.conformance")
-             for what in private_attributes(tree) if what not in ("torch._ops",)]
+    wrong = [
+        f"{name} uses {what}"
+        for name, tree in modules()
+        if name != "dicp.compat" and not under(name, "dicp.conformance")
+        for what in private_attributes(tree)
+        if what not in ("torch._ops",)
+    ]
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
 @pytest.mark.parametrize("what", ["environ", "getenv"])
 def test_environment_is_read_in_config_only(what: str) -> None:
     """DICP_* variables: nobody but config reads them (os.environ is passed on to the processes that dicp starts)."""
-    wrong = [name for name, tree in modules() if name != "dicp.config" and not under(name, "dicp.conformance")
-             for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-             and node.value.startswith("DICP_") and node.value.isupper() and what in ast.dump(tree)]
+    wrong = [
+        name
+        for name, tree in modules()
+        if name != "dicp.config" and not under(name, "dicp.conformance")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("DICP_")
+        and node.value.isupper()
+        and what in ast.dump(tree)
+    ]
     assert not wrong, sorted(set(wrong))
 
 

@@ -80,8 +80,14 @@ CODE = textwrap.dedent("""
 
 
 def test_a_compile_leaves_torch_as_it_was(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False,
-                          env={**os.environ, "DICP_CACHE_DIR": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "DICP_CACHE_DIR": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "compared 28\n"
 
@@ -99,5 +105,7 @@ assert dict(torch._decomp.decomposition_table) == before
 assert not hasattr(torch.ops.dicp, "linear")
 print("same")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout == "same\n", done.stderr

@@ -30,6 +30,7 @@ def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
             storages[key] = t.untyped_storage().clone()
         fresh = torch.empty(0, dtype=t.dtype).set_(storages[key], t.storage_offset(), t.shape, t.stride())
         return fresh.requires_grad_(t.requires_grad)
+
     return tree_map(copy, args)  # type: ignore[no-any-return]
 
 
@@ -38,8 +39,9 @@ def close(actual: Any, expected: Any, what: str = "") -> None:
     assert len(mine) == len(theirs), what
     for k, (a, e) in enumerate(zip(mine, theirs, strict=True)):
         tol = LOW.get(e.dtype, 1e-5) if e.is_floating_point() else 0
-        torch.testing.assert_close(a.detach(), e.detach(), rtol=tol, atol=tol, equal_nan=True,
-                                   msg=lambda m, k=k: f"{what} {k}: {m}")
+        torch.testing.assert_close(
+            a.detach(), e.detach(), rtol=tol, atol=tol, equal_nan=True, msg=lambda m, k=k: f"{what} {k}: {m}"
+        )
         assert a.stride() == e.stride(), f"{what} {k}: strides {a.stride()}, eager's {e.stride()}"
         assert a.requires_grad == e.requires_grad, f"{what} {k}: requires_grad"
 
@@ -53,8 +55,15 @@ def aliasing(results: Any, args: Any) -> list[list[int]]:
     return sorted(g for g in groups.values() if len(g) > 1)
 
 
-def check(fn: Callable[..., Any], *args: Any, calls: int = 2, dynamic: bool | None = False, fullgraph: bool = True,
-          aliases: bool = True, options: dict[str, Any] | None = None) -> list[Compiled]:
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    calls: int = 2,
+    dynamic: bool | None = False,
+    fullgraph: bool = True,
+    aliases: bool = True,
+    options: dict[str, Any] | None = None,
+) -> list[Compiled]:
     """fn compiled against fn: results, strides, mutated arguments, aliasing. Returns the graphs that were compiled."""
     found: list[Compiled] = []
     compiled = torch.compile(fn, backend="dicp_cpu", dynamic=dynamic, fullgraph=fullgraph, options=options)
@@ -73,13 +82,16 @@ def check(fn: Callable[..., Any], *args: Any, calls: int = 2, dynamic: bool | No
 def check_training(model: torch.nn.Module, *args: Any, rtol: float = 1e-4, **options: Any) -> None:
     """Results, gradients and buffers of a module after each of two backward passes."""
     import copy
+
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, backend="dicp_cpu", **options)
     for k in range(2):
         mine, theirs = copied(args), copied(args)
         got, want = compiled(*mine), twin(*theirs)
         close(got, want, f"call {k}, result")
-        loss = lambda out: sum((t.float() * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in tensors(out))
+        loss = lambda out: sum(
+            (t.float() * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in tensors(out)
+        )
         loss(got).backward()
         loss(want).backward()
         pairs = list(zip([*model.parameters(), *mine], [*twin.parameters(), *theirs], strict=True))
@@ -89,7 +101,9 @@ def check_training(model: torch.nn.Module, *args: Any, rtol: float = 1e-4, **opt
             assert (a.grad is None) == (b.grad is None), f"gradient {n}"
             if b.grad is not None:
                 scale = float(b.grad.abs().max()) + 1e-6
-                torch.testing.assert_close(a.grad, b.grad, rtol=rtol, atol=rtol * scale, msg=lambda m, n=n: f"gradient {n}: {m}")
+                torch.testing.assert_close(
+                    a.grad, b.grad, rtol=rtol, atol=rtol * scale, msg=lambda m, n=n: f"gradient {n}: {m}"
+                )
         close(list(model.buffers()), list(twin.buffers()), "buffer")
 
 

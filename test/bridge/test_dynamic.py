@@ -46,7 +46,10 @@ CASES = {
     "triangle": (masked, lambda n: (r(2, n, n),)),
     "scan": (lambda x: x.cumsum(0), lambda n: (r(n, 3),)),
     "pad": (lambda x: F.pad(x, (1, 2)), lambda n: (r(2, n),)),
-    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), lambda n: (r(1, 2, n, 8),)),
+    "attention": (
+        lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+        lambda n: (r(1, 2, n, 8),),
+    ),
     "mutation": (lambda x: x.mul_(2).sum(0), lambda n: (r(n, 3),)),
     "two_symbols": (lambda x, y: x[:, None] * y[None], lambda n: (r(n), r(2 * n + 1))),
 }
@@ -98,6 +101,7 @@ def test_dynamic_false_compiles_each_size() -> None:
 def test_sizes_go_in_and_out() -> None:
     def f(x, k):
         return x * k, x.shape[0] * 2, x.shape[0] + k, x.numel()
+
     compiled = torch.compile(f, backend="dicp_cpu", dynamic=True)
     with compiles() as found:
         for n, k in ((6, 3), (9, 5), (12, 7)):
@@ -111,6 +115,7 @@ def test_sizes_go_in_and_out() -> None:
 def test_symbolic_training() -> None:
     def f(x, w):
         return F.layer_norm(x @ w, (5,)).relu().sum(0)
+
     compiled = torch.compile(f, backend="dicp_cpu", dynamic=True)
     with compiles() as found:
         for n in (6, 9, 21):
@@ -124,8 +129,10 @@ def test_symbolic_training() -> None:
 
 def test_size_read_from_data() -> None:
     """An unbacked size: an extern call finds it, kernels use it."""
+
     def f(x, m):
         return x[m] * 2
+
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(f, backend="dicp_cpu", fullgraph=True)
         for keep in (3, 0, 8):

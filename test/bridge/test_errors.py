@@ -27,13 +27,16 @@ def failure(fn, *args, **compile_options) -> BaseException:
     return error
 
 
-@pytest.mark.parametrize(("given", "near"), [
-    ({"options": {"stric": True}}, "strict"),
-    ({"options": {"nummerics": "eager"}}, "numerics"),
-    ({"options": {"isa": "avx-512"}}, "avx512"),
-    ({"mode": "max_autotune"}, "max-autotune"),
-    ({"mode": "reduce-overheads"}, "reduce-overhead"),
-])
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ({"options": {"stric": True}}, "strict"),
+        ({"options": {"nummerics": "eager"}}, "numerics"),
+        ({"options": {"isa": "avx-512"}}, "avx512"),
+        ({"mode": "max_autotune"}, "max-autotune"),
+        ({"mode": "reduce-overheads"}, "reduce-overhead"),
+    ],
+)
 def test_unknown_words_are_refused_with_near_matches(given: dict, near: str) -> None:
     error = failure(lambda x: x + 1, r(3), **given)
     assert isinstance(error, OptionError)
@@ -52,7 +55,7 @@ def test_every_mode_of_torch_compile_is_accepted() -> None:
 
 
 def extern_model(x):
-    return torch.linalg.svdvals(x * 2).sum()        # the extern call
+    return torch.linalg.svdvals(x * 2).sum()  # the extern call
 
 
 def test_strict_names_op_line_and_remedy() -> None:
@@ -65,11 +68,14 @@ def test_strict_names_op_line_and_remedy() -> None:
 
 def test_strict_lets_library_calls_pass() -> None:
     x = r(4, 4)
-    close(torch.compile(lambda x: (x @ x).relu(), backend="dicp_cpu", options={"strict": True})(x), (x @ x).relu())
+    close(
+        torch.compile(lambda x: (x @ x).relu(), backend="dicp_cpu", options={"strict": True})(x),
+        (x @ x).relu(),
+    )
 
 
 def lookup(table, i):
-    y = table[i]            # the lookup
+    y = table[i]  # the lookup
     return y * 2
 
 
@@ -106,8 +112,13 @@ def test_every_indexing_op_checks(name: str) -> None:
 def test_user_shape_error_is_eagers() -> None:
     def bad(x, y):
         return (x @ y).relu()
-    for fn, args in ((bad, (r(3, 4), r(5, 6))), (lambda x, y: x + y, (r(3, 4), r(5, 6))),
-                     (lambda x, y: torch.cat([x, y]), (r(3, 4), r(5, 6))), (lambda x, y: x.view(7, 7), (r(3, 4), r(1)))):
+
+    for fn, args in (
+        (bad, (r(3, 4), r(5, 6))),
+        (lambda x, y: x + y, (r(3, 4), r(5, 6))),
+        (lambda x, y: torch.cat([x, y]), (r(3, 4), r(5, 6))),
+        (lambda x, y: x.view(7, 7), (r(3, 4), r(1))),
+    ):
         with pytest.raises(Exception) as eager:
             fn(*args)
         with pytest.raises(Exception) as mine:
@@ -140,7 +151,9 @@ def test_missing_compiler_says_what_to_install(empty_cache: Path, monkeypatch: p
     monkeypatch.delenv("CXX", raising=False)
     error = failure(fresh(1.25), r(5))
     assert isinstance(error, ToolchainError)
-    assert "no C++ compiler" in str(error) and "apt-get install g++" in str(error) and "DICP_CXX" in str(error)
+    assert (
+        "no C++ compiler" in str(error) and "apt-get install g++" in str(error) and "DICP_CXX" in str(error)
+    )
 
 
 FAKE = """case "$*" in
@@ -153,10 +166,12 @@ exit 1
 
 
 def doomed(x):
-    return (x * 0.123).exp() + 7        # the doomed line
+    return (x * 0.123).exp() + 7  # the doomed line
 
 
-def test_failing_build_shows_message_file_and_line(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_build_shows_message_file_and_line(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DICP_CXX", script(empty_cache, FAKE))
     error = failure(doomed, r(5))
     assert isinstance(error, BuildError)
@@ -177,6 +192,7 @@ def test_no_compile_refuses_to_build_but_serves_what_is_cached(empty_cache: Path
 
 def test_unknown_vendor_names_near_match() -> None:
     from dicp import vendor
+
     with pytest.raises(DicpError, match="did you mean 'cpu_graph'"):
         vendor.get("cpu_grph")
     with pytest.raises(DicpError, match="no vendor serves device 'tpu'"):

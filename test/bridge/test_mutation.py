@@ -164,6 +164,7 @@ def test_two_arguments_on_the_same_memory() -> None:
     def f(x, y):
         x.add_(1)
         return y * 2
+
     check(f, base[:6], base[3:])
     check(f, base, base)
 
@@ -248,14 +249,17 @@ def test_mutation_under_autograd() -> None:
     def f(x, buffer):
         buffer.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return (x - buffer).square()
+
     x = r(6, 5).requires_grad_()
     check(f, x, r(5))
 
 
 def test_scatter_into_a_mutated_input_copies_nothing() -> None:
     """A static KV cache is updated in place: no kernel touches all of it."""
+
     def f(cache, k, at):
         cache.index_copy_(2, at, k)
+
     with compiles() as found:
         check(f, r(1, 4, 64, 16), r(1, 4, 1, 16), torch.tensor([5]), calls=1)
     (launch,) = found[0].program.launches

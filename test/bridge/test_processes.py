@@ -11,8 +11,14 @@ import pytest
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, **env}, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **env},
+        check=False,
+    )
 
 
 def test_import_dicp_is_light() -> None:
@@ -49,10 +55,13 @@ def test_backends_are_listed_and_found_without_importing_dicp() -> None:
 
 @pytest.mark.parametrize("logs", ["+dicp", "dicp"])
 def test_torch_logs_knows_dicp(logs: str) -> None:
-    done = python("""
+    done = python(
+        """
         import torch
         torch.compile(lambda x: x.exp() + 1, backend="dicp_cpu")(torch.randn(5))
-    """, TORCH_LOGS=logs)
+    """,
+        TORCH_LOGS=logs,
+    )
     assert done.returncode == 0, done.stderr
     assert "graph0_inference: 1 kernels" in done.stderr
 

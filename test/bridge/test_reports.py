@@ -54,6 +54,7 @@ def test_explain_names_breaks_and_runs_the_backward() -> None:
         if y.sum().item() > 1e9:
             y = y + 1
         return y.relu()
+
     found = dicp.explain(f, r(2, 4), backend="dicp_cpu")
     assert found.breaks
     assert [g.role for g in found.graphs].count("backward") == 2
@@ -66,7 +67,9 @@ def test_explain_stays_a_function_after_use() -> None:
 
 
 def test_dump_writes_every_stage(tmp_path: Path) -> None:
-    torch.compile(lambda x, w: F.gelu(x @ w).softmax(-1), backend="dicp_cpu", options={"dump": str(tmp_path)})(r(6, 8), r(8, 8))
+    torch.compile(
+        lambda x, w: F.gelu(x @ w).softmax(-1), backend="dicp_cpu", options={"dump": str(tmp_path)}
+    )(r(6, 8), r(8, 8))
     (folder,) = tmp_path.iterdir()
     files = {f.name: f.read_text() for f in folder.iterdir()}
     assert "00_import.txt" in files and files["00_import.txt"].startswith("graph(")
@@ -85,16 +88,28 @@ def test_a_graph_compiled_twice_dumps_twice_and_equally(tmp_path: Path) -> None:
     texts = []
     for k in range(2):
         torch._dynamo.reset()
-        torch.compile(lambda x: (x * 2).softmax(-1).sum(0), backend="dicp_cpu", options={"dump": str(tmp_path / str(k))})(r(6, 8))
+        torch.compile(
+            lambda x: (x * 2).softmax(-1).sum(0), backend="dicp_cpu", options={"dump": str(tmp_path / str(k))}
+        )(r(6, 8))
         (folder,) = (tmp_path / str(k)).iterdir()
-        texts.append({f.name: f.read_text() for f in folder.iterdir() if f.name[:2] in ("00", "20", "30", "40")})
+        texts.append(
+            {f.name: f.read_text() for f in folder.iterdir() if f.name[:2] in ("00", "20", "30", "40")}
+        )
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(("level", "shown", "hidden"), [
-    (1, "kernels, ", "graph("), (3, "(unchanged)", "#include"), (4, "#include", "reduce max"), (5, "reduce max", "nothing")])
-def test_debug_levels(level: int, shown: str, hidden: str, capfd: pytest.CaptureFixture[str],
-                      monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("level", "shown", "hidden"),
+    [
+        (1, "kernels, ", "graph("),
+        (3, "(unchanged)", "#include"),
+        (4, "#include", "reduce max"),
+        (5, "reduce max", "nothing"),
+    ],
+)
+def test_debug_levels(
+    level: int, shown: str, hidden: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DICP_DEBUG", str(level))
     torch.compile(lambda x: x.softmax(-1), backend="dicp_cpu")(r(6, 8))
     text = capfd.readouterr().err
@@ -115,11 +130,13 @@ def test_log_line_per_graph(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_generated_code_names_the_users_lines() -> None:
     with compiles() as found:
-        torch.compile(lambda x: x.exp() + 1, backend="dicp_cpu")(r(3))      # the line
+        torch.compile(lambda x: x.exp() + 1, backend="dicp_cpu")(r(3))  # the line
     (program,) = [c.program for c in found]
     kernels = "".join(s for n, s in program.sources.items() if n.startswith("kernels"))
     assert f"{Path(__file__).name}:" in kernels and "# the line" in kernels
 
 
 def test_verify_option_checks_every_pass() -> None:
-    torch.compile(lambda x, w: F.layer_norm(F.gelu(x @ w), (8,)), backend="dicp_cpu", options={"verify": True})(r(6, 8), r(8, 8))
+    torch.compile(
+        lambda x, w: F.layer_norm(F.gelu(x @ w), (8,)), backend="dicp_cpu", options={"verify": True}
+    )(r(6, 8), r(8, 8))

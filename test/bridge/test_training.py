@@ -126,7 +126,11 @@ def test_backward_twice_with_retained_graph() -> None:
 def test_gradient_of_a_strided_output() -> None:
     """The incoming gradient has strides nobody saw while tracing."""
     w = r(5, 6).requires_grad_()
-    for make in (lambda s: torch.ones(s[::-1]).t(), lambda s: torch.ones(1).expand(s), lambda s: torch.ones(s)):
+    for make in (
+        lambda s: torch.ones(s[::-1]).t(),
+        lambda s: torch.ones(1).expand(s),
+        lambda s: torch.ones(s),
+    ):
         f = torch.compile(lambda w: (w * w).t(), backend="dicp_cpu")
         out = f(w)
         (mine,) = torch.autograd.grad(out, w, make(out.shape))
@@ -156,6 +160,7 @@ def test_checkpointed_block() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(self.block, x, use_reentrant=False)
+
     check_training(Checkpointed(), r(2, 5, 16).requires_grad_())
 
 

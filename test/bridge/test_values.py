@@ -27,24 +27,46 @@ EDGES = {
     "one_element": (lambda x: (x.softmax(0), x.var(unbiased=False), x.sum(), x.cumsum(0)), r(1)),
     "expanded": (lambda x: (x + 1, x.sum(0), x.contiguous()), r(1, 7).expand(5, 7)),
     "expanded_inside": (lambda x: x.relu() * 2, r(4, 1, 6).expand(4, 3, 6)),
-    "negative_zero": (lambda x: (x.abs(), -x, x * 0, x.sqrt(), 1 / x, torch.maximum(x, -x)), torch.tensor([0.0, -0.0, 1.0])),
-    "not_numbers": (lambda x: (x.max(), x.min(), x.argmax(), x.clamp(-1, 1), x.relu(), x.sum(), x > 0, x == x, x.sign()),
-                    torch.tensor([1.0, NAN, INF, -INF, -2.0])),
-    "rows_of_not_numbers": (lambda x: (x.softmax(1), x.amax(1), x.log_softmax(1), x.cummax(1)[0]),
-                            torch.tensor([[1.0, NAN, 3.0], [-INF, -INF, -INF], [INF, 1.0, 2.0]])),
-    "division": (lambda x, y: (x / y, torch.div(x, y, rounding_mode="floor"), torch.fmod(x, y), torch.remainder(x, y)),
-                 torch.tensor([5.0, -5.0, 0.0, INF]), torch.tensor([0.0, 3.0, 0.0, 2.0])),
-    "integer_division": (lambda x, y: (x // y, x % y, torch.div(x, y, rounding_mode="trunc"), x / y),
-                         torch.tensor([7, -7, 7, -7]), torch.tensor([2, 2, -2, -2])),
-    "integer_overflow": (lambda x: (x * x, x + x, -x, x.abs(), x.sum()), torch.tensor([2**31 - 1, -2**31], dtype=torch.int32)),
-    "bool_arithmetic": (lambda x, y: (x + y, x * y, x & y, x.sum(), x.cumsum(0), x.float() - y.float()), torch.tensor([True, False]),
-                        torch.tensor([True, True])),
+    "negative_zero": (
+        lambda x: (x.abs(), -x, x * 0, x.sqrt(), 1 / x, torch.maximum(x, -x)),
+        torch.tensor([0.0, -0.0, 1.0]),
+    ),
+    "not_numbers": (
+        lambda x: (x.max(), x.min(), x.argmax(), x.clamp(-1, 1), x.relu(), x.sum(), x > 0, x == x, x.sign()),
+        torch.tensor([1.0, NAN, INF, -INF, -2.0]),
+    ),
+    "rows_of_not_numbers": (
+        lambda x: (x.softmax(1), x.amax(1), x.log_softmax(1), x.cummax(1)[0]),
+        torch.tensor([[1.0, NAN, 3.0], [-INF, -INF, -INF], [INF, 1.0, 2.0]]),
+    ),
+    "division": (
+        lambda x, y: (x / y, torch.div(x, y, rounding_mode="floor"), torch.fmod(x, y), torch.remainder(x, y)),
+        torch.tensor([5.0, -5.0, 0.0, INF]),
+        torch.tensor([0.0, 3.0, 0.0, 2.0]),
+    ),
+    "integer_division": (
+        lambda x, y: (x // y, x % y, torch.div(x, y, rounding_mode="trunc"), x / y),
+        torch.tensor([7, -7, 7, -7]),
+        torch.tensor([2, 2, -2, -2]),
+    ),
+    "integer_overflow": (
+        lambda x: (x * x, x + x, -x, x.abs(), x.sum()),
+        torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
+    ),
+    "bool_arithmetic": (
+        lambda x, y: (x + y, x * y, x & y, x.sum(), x.cumsum(0), x.float() - y.float()),
+        torch.tensor([True, False]),
+        torch.tensor([True, True]),
+    ),
     "complex": (lambda x: ((x * 2j).abs(), (x + 1j) * x), r(5)),
     "half": (lambda x, y: F.gelu(x @ y) + x.softmax(1), r(6, 6).half(), r(6, 6).half()),
     "bfloat16": (lambda x, y: F.gelu(x @ y) + x.softmax(1), r(6, 6).bfloat16(), r(6, 6).bfloat16()),
     "double": (lambda x, y: F.gelu(x @ y) + x.softmax(1), r(6, 6).double(), r(6, 6).double()),
     "many_dims": (lambda x: x.sum((1, 4)) + x[:, 0, :, :, 0], r(2, 3, 2, 3, 2, 2)),
-    "channels_last": (lambda x: (x.relu(), x.mean((2, 3))), r(2, 4, 5, 6).to(memory_format=torch.channels_last)),
+    "channels_last": (
+        lambda x: (x.relu(), x.mean((2, 3))),
+        r(2, 4, 5, 6).to(memory_format=torch.channels_last),
+    ),
     "five_dims_permuted": (lambda x: x.permute(0, 2, 4, 1, 3).contiguous() + 1, r(2, 3, 4, 5, 6)),
     "float_argument": (lambda x, s: x * s, r(4), 2.5),
     "none_and_strings": (lambda x, mode: x * (2 if mode == "a" else 3), r(4), "b"),
@@ -61,6 +83,7 @@ def test_edge_agrees_with_eager(name: str) -> None:
 def test_dropout_keeps_eagers_random_stream() -> None:
     def f(x):
         return F.dropout(x, 0.4) + torch.rand(4)
+
     x = r(30, 4)
     compiled = torch.compile(f, backend="dicp_cpu")
     torch.manual_seed(5)
@@ -83,12 +106,15 @@ def test_weights_written_through_data_are_seen() -> None:
         close(compiled(x), model(x))
         model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()})
         close(compiled(x), model(x))
-    assert len(found) <= 2      # a replaced .data may be a new object for Dynamo's guards
+    assert len(found) <= 2  # a replaced .data may be a new object for Dynamo's guards
 
 
 def test_optimizer_step_between_calls() -> None:
     import copy
-    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU(), torch.nn.Linear(7, 2)
+    )
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, backend="dicp_cpu")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin)]
@@ -124,6 +150,7 @@ def test_autocast() -> None:
     def f(x, w):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return (x @ w).softmax(-1), x @ w
+
     check(f, r(9, 16), r(16, 12))
     model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7))
     compiled = torch.compile(model, backend="dicp_cpu")
@@ -174,6 +201,7 @@ def test_graph_break_in_the_middle() -> None:
         if y.sum().item() > 0:
             y = y * 2
         return y.softmax(0)
+
     assert len(check(f, r(7), fullgraph=False)) == 2
 
 
@@ -191,16 +219,24 @@ def test_instruction_sets_agree(isa: str) -> None:
     from dicp.config import Config
     from dicp.errors import OptionError
     from dicp.vendor.cpu_graph import toolchain
+
     try:
         toolchain.host_isa(Config.make(None, {"isa": isa}))
     except OptionError:
         pytest.skip(f"no {isa} here")
-    check(lambda x, w: F.layer_norm(F.gelu(x @ w), (19,)).sum(0), r(7, 33), r(33, 19), options={"isa": isa}, calls=1)
+    check(
+        lambda x, w: F.layer_norm(F.gelu(x @ w), (19,)).sum(0),
+        r(7, 33),
+        r(33, 19),
+        options={"isa": isa},
+        calls=1,
+    )
 
 
 def test_eager_numerics_round_where_eager_does() -> None:
     def f(x, y):
         return (x * y + x) * y - x
+
     x, y = r(200).bfloat16(), r(200).bfloat16()
     compiled = torch.compile(f, backend="dicp_cpu", options={"numerics": "eager"})
     assert torch.equal(compiled(x, y), f(x, y))

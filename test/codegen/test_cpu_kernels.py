@@ -27,7 +27,7 @@ from dicp.vendor.cpu_graph.assemble import EXPORT, PRELUDE
 from dicp.vendor.cpu_graph.build import Unit, build
 
 ISAS = ("avx512", "avx2", "portable")
-GUARD = 64      # elements behind each buffer that nothing may write
+GUARD = 64  # elements behind each buffer that nothing may write
 GENERATOR = torch.Generator()
 
 
@@ -81,8 +81,21 @@ def unfused(x: torch.Tensor) -> torch.Tensor:
 CASES: dict[str, Case] = {
     # one value per point
     "pointwise_tail": Case(lambda x, y: torch.relu(x * y + 1) - y, (rand(3, 37), rand(3, 37))),
-    "pointwise_odd_values": Case(lambda x: (x.exp(), x.log(), x.sqrt(), x.tanh(), x.sigmoid(), x.clamp(-1, 1), x.sign(),
-                                            torch.maximum(x, x.flip(0)), x.isnan(), x.erf()), (odd(77),)),
+    "pointwise_odd_values": Case(
+        lambda x: (
+            x.exp(),
+            x.log(),
+            x.sqrt(),
+            x.tanh(),
+            x.sigmoid(),
+            x.clamp(-1, 1),
+            x.sign(),
+            torch.maximum(x, x.flip(0)),
+            x.isnan(),
+            x.erf(),
+        ),
+        (odd(77),),
+    ),
     "pointwise_one_element": Case(lambda x, y: x * 2 + y, (rand(), rand(1))),
     "pointwise_shorter_than_a_vector": Case(lambda x: x.cos() * x, (rand(3),)),
     "pointwise_transposed": Case(lambda x, y: (x.t() + y, x.t() * 2), (rand(19, 35), rand(35, 19))),
@@ -92,45 +105,88 @@ CASES: dict[str, Case] = {
     "pointwise_bf16_odd_values": Case(lambda x: (x * 3, x.float(), x > 0), (odd(70, dtype=torch.bfloat16),)),
     "pointwise_f16": Case(lambda x, y: x * y - x.abs(), (rand(5, 43, dtype=torch.float16),) * 2),
     "pointwise_f64": Case(lambda x, y: x.sin() * y + x.pow(3), (rand(5, 43, dtype=torch.float64),) * 2),
-    "pointwise_mixed": Case(lambda x, y, z: x + y + z, (rand(70), rand(70, dtype=torch.int32),
-                                                        rand(70, dtype=torch.bfloat16))),
-    "integers": Case(lambda x, y: (x * y, x // (y.abs() + 1), x % (y.abs() + 1), x & y, x ^ y, ~x, x << 3, x >> 1,
-                                   torch.minimum(x, y), x.abs(), -x), (rand(53, dtype=torch.int32),
-                                                                      rand(53, dtype=torch.int32).flip(0))),
-    "integers_64": Case(lambda x, y: (x * y * 123456789123, x // (y.abs() + 1), torch.remainder(x, 7), x > y),
-                        (rand(53, dtype=torch.int64), rand(53, dtype=torch.int64).flip(0))),
-    "integers_narrow": Case(lambda x, y: (x + y, x * y, x.to(torch.int16) * 300, x.float() / 3),
-                            (rand(53, dtype=torch.uint8), rand(53, dtype=torch.uint8).flip(0))),
+    "pointwise_mixed": Case(
+        lambda x, y, z: x + y + z, (rand(70), rand(70, dtype=torch.int32), rand(70, dtype=torch.bfloat16))
+    ),
+    "integers": Case(
+        lambda x, y: (
+            x * y,
+            x // (y.abs() + 1),
+            x % (y.abs() + 1),
+            x & y,
+            x ^ y,
+            ~x,
+            x << 3,
+            x >> 1,
+            torch.minimum(x, y),
+            x.abs(),
+            -x,
+        ),
+        (rand(53, dtype=torch.int32), rand(53, dtype=torch.int32).flip(0)),
+    ),
+    "integers_64": Case(
+        lambda x, y: (x * y * 123456789123, x // (y.abs() + 1), torch.remainder(x, 7), x > y),
+        (rand(53, dtype=torch.int64), rand(53, dtype=torch.int64).flip(0)),
+    ),
+    "integers_narrow": Case(
+        lambda x, y: (x + y, x * y, x.to(torch.int16) * 300, x.float() / 3),
+        (rand(53, dtype=torch.uint8), rand(53, dtype=torch.uint8).flip(0)),
+    ),
     "integers_8_overflow": Case(lambda x: (x * x, x + 100), (rand(41, dtype=torch.int8),)),
-    "bools": Case(lambda x, y: (x & y, x | ~y, x ^ y, x + y, x * y, x.int() * 2, torch.where(x, y, ~y), x == y),
-                  (rand(45, dtype=torch.bool), rand(45, dtype=torch.bool).flip(0))),
-    "where_of_conditions": Case(lambda x, y: torch.where((x > 0) & (y < 0.5), x, y.exp()), (odd(6, 21), odd(6, 21))),
-    "casts": Case(lambda x: (x.to(torch.int32), x.to(torch.float16), x.to(torch.bool), x.to(torch.float64),
-                             x.to(torch.int8), x.to(torch.int64)), (rand(47),)),
+    "bools": Case(
+        lambda x, y: (x & y, x | ~y, x ^ y, x + y, x * y, x.int() * 2, torch.where(x, y, ~y), x == y),
+        (rand(45, dtype=torch.bool), rand(45, dtype=torch.bool).flip(0)),
+    ),
+    "where_of_conditions": Case(
+        lambda x, y: torch.where((x > 0) & (y < 0.5), x, y.exp()), (odd(6, 21), odd(6, 21))
+    ),
+    "casts": Case(
+        lambda x: (
+            x.to(torch.int32),
+            x.to(torch.float16),
+            x.to(torch.bool),
+            x.to(torch.float64),
+            x.to(torch.int8),
+            x.to(torch.int64),
+        ),
+        (rand(47),),
+    ),
     # rows
     "rows_sum": Case(lambda x: (x.sum(1), x.mean(1), x.prod(1), x.amax(1), x.amin(1)), (rand(5, 101),)),
-    "rows_odd_values": Case(lambda x: (x.amax(1), x.amin(1), x.sum(1), x.argmax(1), x.argmin(1)), (odd(9, 33),)),
+    "rows_odd_values": Case(
+        lambda x: (x.amax(1), x.amin(1), x.sum(1), x.argmax(1), x.argmin(1)), (odd(9, 33),)
+    ),
     "rows_any_all": Case(lambda x: ((x > 3).any(1), (x > -3).all(1), (x > 0).sum(1)), (rand(6, 45),)),
     "rows_argmax_ties": Case(lambda x: (x.argmax(1), x.argmin(1), x.max(1)[1]), (rand(7, 70).round(),)),
-    "rows_of_integers": Case(lambda x: (x.sum(1), x.amax(1), x.argmax(1), x.prod(1)), (rand(6, 39, dtype=torch.int32),)),
+    "rows_of_integers": Case(
+        lambda x: (x.sum(1), x.amax(1), x.argmax(1), x.prod(1)), (rand(6, 39, dtype=torch.int32),)
+    ),
     "rows_short": Case(lambda x: (x.sum(1), x.softmax(1)), (rand(50, 3),)),
     "rows_of_two_dims": Case(lambda x: x.sum((1, 3)), (rand(3, 4, 5, 17),)),
     "rows_bf16": Case(lambda x: (x.sum(1), x.softmax(1)), (rand(5, 77, dtype=torch.bfloat16),)),
     "rows_f64": Case(lambda x: (x.sum(1), x.var(1), x.argmax(1)), (rand(5, 77, dtype=torch.float64),)),
     "rows_long_split": Case(lambda x: (x.sum(), x.amax(), x.mean()), (rand(70000),)),
-    "rows_welford": Case(lambda x: (x.var(1), x.std(1, unbiased=False), *torch.var_mean(x, 1)), (rand(6, 83) + 100,)),
+    "rows_welford": Case(
+        lambda x: (x.var(1), x.std(1, unbiased=False), *torch.var_mean(x, 1)), (rand(6, 83) + 100,)
+    ),
     "rows_welford_split": Case(lambda x: torch.var_mean(x), (rand(65536) + 100,)),
     "rows_norm": Case(lambda x: (x.norm(dim=1), torch.linalg.vector_norm(x, 1, 1)), (rand(6, 83),)),
     # several phases
     "softmax": Case(lambda x: x.softmax(1), (rand(6, 83),)),
     "log_softmax": Case(lambda x: x.log_softmax(1), (rand(6, 83) * 20,)),
-    "layer_norm": Case(lambda x, r, w, b: F.layer_norm(x + r, (65,), w, b), (rand(7, 65), rand(7, 65), rand(65), rand(65))),
+    "layer_norm": Case(
+        lambda x, r, w, b: F.layer_norm(x + r, (65,), w, b), (rand(7, 65), rand(7, 65), rand(65), rand(65))
+    ),
     "rms_norm_bf16": Case(rms, (rand(7, 64, dtype=torch.bfloat16), rand(64, dtype=torch.bfloat16))),
     "group_norm": Case(lambda x, w, b: F.group_norm(x, 3, w, b), (rand(2, 6, 5, 7), rand(6), rand(6))),
-    "batch_norm": Case(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (rand(4, 5, 6, 7), rand(5), rand(5))),
+    "batch_norm": Case(
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (rand(4, 5, 6, 7), rand(5), rand(5))
+    ),
     "four_phases": Case(unfused, (rand(5, 59),)),
     "cross_entropy": Case(lambda x, t: F.cross_entropy(x, t), (rand(8, 31), below(31, 8))),
-    "masked_softmax": Case(lambda x, m: x.masked_fill(m, -float("inf")).softmax(-1), (rand(4, 37), rand(4, 37) > 0.7)),
+    "masked_softmax": Case(
+        lambda x, m: x.masked_fill(m, -float("inf")).softmax(-1), (rand(4, 37), rand(4, 37) > 0.7)
+    ),
     # columns
     "columns_sum": Case(lambda x: (x.sum(0), x.amax(0), x.prod(0)), (rand(11, 70),)),
     "columns_wide": Case(lambda x: x.sum(0), (rand(9, 128),)),
@@ -151,51 +207,79 @@ CASES: dict[str, Case] = {
     # positions known at run time
     "gather": Case(lambda x, i: x.gather(1, i) * 2, (rand(5, 21), below(21, 5, 30))),
     "embedding": Case(lambda w, i: F.embedding(i, w) + 1, (rand(17, 40), below(17, 3, 4))),
-    "index_negative": Case(lambda x, i, j: (x[i], x[:, j], x[i - 9, j - 5]), (rand(9, 21), below(9, 6), below(5, 6))),
+    "index_negative": Case(
+        lambda x, i, j: (x[i], x[:, j], x[i - 9, j - 5]), (rand(9, 21), below(9, 6), below(5, 6))
+    ),
     "index_select": Case(lambda x, i: x.index_select(1, i).relu(), (rand(5, 21), below(21, 33))),
     "index_mask": Case(lambda x, m: torch.where(m[None], x, 0.0), (rand(5, 21), rand(21) > 0)),
     # scatters
     "index_add": Case(lambda x, i, y: x.index_add(0, i, y), (rand(9, 21), below(9, 30), rand(30, 21))),
-    "index_put_add": Case(lambda x, i, y: x.index_put((i,), y, accumulate=True), (rand(30), below(30, 90), rand(90))),
-    "index_put": Case(lambda x, i, y: x.index_put((i,), y), (rand(9, 20), torch.tensor([3, 1, 8]), rand(3, 20))),
-    "scatter": Case(lambda x, i, y: x.scatter(1, i, y), (rand(5, 21), torch.arange(20).flip(0).expand(5, 20), rand(5, 20))),
+    "index_put_add": Case(
+        lambda x, i, y: x.index_put((i,), y, accumulate=True), (rand(30), below(30, 90), rand(90))
+    ),
+    "index_put": Case(
+        lambda x, i, y: x.index_put((i,), y), (rand(9, 20), torch.tensor([3, 1, 8]), rand(3, 20))
+    ),
+    "scatter": Case(
+        lambda x, i, y: x.scatter(1, i, y), (rand(5, 21), torch.arange(20).flip(0).expand(5, 20), rand(5, 20))
+    ),
     "scatter_add": Case(lambda x, i, y: x.scatter_add(1, i, y), (rand(5, 21), below(21, 5, 40), rand(5, 40))),
-    "scatter_reduce": Case(lambda x, i, y: (x.scatter_reduce(0, i, y, "amax"), x.scatter_reduce(0, i, y, "prod")),
-                           (rand(9, 21), below(9, 12, 21), rand(12, 21))),
-    "scatter_integers": Case(lambda x, i, y: x.scatter_add(0, i, y), (rand(19, dtype=torch.int64), below(19, 60),
-                                                                     rand(60, dtype=torch.int64))),
-    "scatter_bf16": Case(lambda x, i, y: x.index_add(0, i, y), (rand(9, 20, dtype=torch.bfloat16), torch.arange(6),
-                                                                rand(6, 20, dtype=torch.bfloat16))),
+    "scatter_reduce": Case(
+        lambda x, i, y: (x.scatter_reduce(0, i, y, "amax"), x.scatter_reduce(0, i, y, "prod")),
+        (rand(9, 21), below(9, 12, 21), rand(12, 21)),
+    ),
+    "scatter_integers": Case(
+        lambda x, i, y: x.scatter_add(0, i, y),
+        (rand(19, dtype=torch.int64), below(19, 60), rand(60, dtype=torch.int64)),
+    ),
+    "scatter_bf16": Case(
+        lambda x, i, y: x.index_add(0, i, y),
+        (rand(9, 20, dtype=torch.bfloat16), torch.arange(6), rand(6, 20, dtype=torch.bfloat16)),
+    ),
     "histogram": Case(lambda i: torch.zeros(10).index_add(0, i, torch.ones(40)), (below(10, 40),)),
     "slice_scatter": Case(lambda x, y: torch.slice_scatter(x, y, 1, 2, 10, 2) + 1, (rand(5, 21), rand(5, 4))),
     # joining, masks, windows
     "cat_pad_roll": Case(twisted, (rand(8, 13), rand(8, 9))),
-    "cat_of_different_dtypes": Case(lambda x, y: torch.cat([x, y]).exp(), (rand(7, 5), rand(4, 5, dtype=torch.float64))),
+    "cat_of_different_dtypes": Case(
+        lambda x, y: torch.cat([x, y]).exp(), (rand(7, 5), rand(4, 5, dtype=torch.float64))
+    ),
     "stack": Case(lambda x, y: torch.stack([x, y * 2], -1), (rand(7, 15), rand(7, 15))),
     "reflect_pad": Case(lambda x: F.pad(x, (2, 3), mode="reflect"), (rand(3, 4, 9),)),
     "triangle": Case(lambda x: torch.triu(x, 1) + torch.arange(19), (rand(17, 19),)),
     "max_pool": Case(lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (rand(2, 3, 11, 13),)),
     "avg_pool": Case(lambda x: F.avg_pool2d(x, 3, 2, 1), (rand(2, 3, 11, 13),)),
     "upsample": Case(lambda x: F.interpolate(x, scale_factor=2, mode="nearest"), (rand(2, 3, 5, 7),)),
-    "rotary": Case(lambda x, c, s: x * c + torch.cat([-x[..., 16:], x[..., :16]], -1) * s,
-                   (rand(2, 3, 5, 32), rand(5, 32), rand(5, 32))),
+    "rotary": Case(
+        lambda x, c, s: x * c + torch.cat([-x[..., 16:], x[..., :16]], -1) * s,
+        (rand(2, 3, 5, 32), rand(5, 32), rand(5, 32)),
+    ),
     # symbolic sizes
-    "dynamic_pointwise": Case(lambda x, y: (x + y).relu() * x.shape[0], (rand(5, 37), rand(5, 37)), dynamic=True),
+    "dynamic_pointwise": Case(
+        lambda x, y: (x + y).relu() * x.shape[0], (rand(5, 37), rand(5, 37)), dynamic=True
+    ),
     "dynamic_rows": Case(lambda x: (x.softmax(1), x.sum(1), x.argmax(1)), (rand(5, 37),), dynamic=True),
-    "dynamic_columns": Case(lambda x: (x.mean(0), x.amax(0), torch.var_mean(x, 0)), (rand(9, 37),), dynamic=True),
+    "dynamic_columns": Case(
+        lambda x: (x.mean(0), x.amax(0), torch.var_mean(x, 0)), (rand(9, 37),), dynamic=True
+    ),
     "dynamic_cat": Case(lambda x, y: torch.cat([x, y], 1).flip(1), (rand(5, 13), rand(5, 21)), dynamic=True),
     "dynamic_layer_norm": Case(lambda x: F.layer_norm(x, x.shape[1:]), (rand(5, 37),), dynamic=True),
     "dynamic_scan": Case(lambda x: x.cumsum(1), (rand(5, 37),), dynamic=True),
     "dynamic_gather": Case(lambda x, i: x[i] + 1, (rand(9, 37), below(9, 14)), dynamic=True),
-    "dynamic_scatter": Case(lambda x, i, y: x.index_add(0, i, y), (rand(9, 21), below(9, 30), rand(30, 21)), dynamic=True),
+    "dynamic_scatter": Case(
+        lambda x, i, y: x.index_add(0, i, y), (rand(9, 21), below(9, 30), rand(30, 21)), dynamic=True
+    ),
     "dynamic_reshape": Case(lambda x: x.reshape(-1, 2).t().contiguous() * 2, (rand(6, 10),), dynamic=True),
     # what training makes
-    "layer_norm_backward": Case(lambda x, w, b: F.layer_norm(x, (40,), w, b) ** 2, (rand(6, 40), rand(40), rand(40)),
-                                train=True),
+    "layer_norm_backward": Case(
+        lambda x, w, b: F.layer_norm(x, (40,), w, b) ** 2, (rand(6, 40), rand(40), rand(40)), train=True
+    ),
     "softmax_backward": Case(lambda x: x.softmax(1) ** 2, (rand(6, 40),), train=True),
     "embedding_backward": Case(lambda w, i: F.embedding(i, w) ** 2, (rand(11, 20), below(11, 7)), train=True),
-    "batch_norm_backward": Case(lambda x, w, b: F.batch_norm(x, None, None, w, b, True) ** 2,
-                                (rand(4, 5, 6, 6), rand(5), rand(5)), train=True),
+    "batch_norm_backward": Case(
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True) ** 2,
+        (rand(4, 5, 6, 6), rand(5), rand(5)),
+        train=True,
+    ),
     "max_pool_backward": Case(lambda x: F.max_pool2d(x, 2) ** 2, (rand(2, 3, 8, 8),), train=True),
 }
 
@@ -215,7 +299,8 @@ def programs(name: str) -> list[tuple[Program, list[Any], list[Any]]]:
             given = graphs[role].meta["given"]
             with torch.no_grad():
                 expected = torch.fx.Interpreter(graphs[role]).run(
-                    *(g.clone() if isinstance(g, torch.Tensor) else g for g in given))
+                    *(g.clone() if isinstance(g, torch.Tensor) else g for g in given)
+                )
             found.append((program_of(graphs[role]), given, list(expected)))
         return found
 
@@ -237,17 +322,22 @@ def addresses(isa: str) -> dict[str, int]:
     lanes, texts = toolchain.lanes(config), {}
     for name in CASES:
         try:
-            found = {function_name(x): unit_of(x, lanes).source.removeprefix(PRELUDE)
-                     for p, _, _ in programs(name) for x in p.launches}
-        except Exception:       # shows in the case's own test
+            found = {
+                function_name(x): unit_of(x, lanes).source.removeprefix(PRELUDE)
+                for p, _, _ in programs(name)
+                for x in p.launches
+            }
+        except Exception:  # shows in the case's own test
             continue
         texts.update(found)
     names = list(texts)
-    units = [Unit(names[k], PRELUDE + "".join(texts[n] for n in names[k: k + 4])) for k in range(0, len(names), 4)]
+    units = [
+        Unit(names[k], PRELUDE + "".join(texts[n] for n in names[k : k + 4])) for k in range(0, len(names), 4)
+    ]
     try:
         library = build(units, config)
     except BuildError:
-        return {}               # shows in the cases' own tests, which build one by one
+        return {}  # shows in the cases' own tests, which build one by one
     return {n: library.address(n) for n in names}
 
 
@@ -264,7 +354,8 @@ def call(launch: Launch, isa: str, memory: dict[str, torch.Tensor], sizes: dict[
     if codegen.has_checks(launch.kernel):
         args.append(ctypes.byref(error))
     ctypes.CFUNCTYPE(None, *(type(a) if not hasattr(a, "_obj") else ctypes.c_void_p for a in args))(address)(
-        *(ctypes.cast(a, ctypes.c_void_p) if hasattr(a, "_obj") else a for a in args))
+        *(ctypes.cast(a, ctypes.c_void_p) if hasattr(a, "_obj") else a for a in args)
+    )
     return error.value
 
 
@@ -282,12 +373,17 @@ def close(actual: torch.Tensor, expected: torch.Tensor, what: str, intermediate:
 
     intermediate: eager also rounds every intermediate result to a low precision, which kernels keep in float32.
     """
-    rtol, atol = {torch.bfloat16: (1.6e-2, 1e-5), torch.float16: (2e-3, 1e-5), torch.float32: (2e-5, 2e-5),
-                  torch.float64: (1e-10, 1e-10)}.get(expected.dtype, (0, 0))
+    rtol, atol = {
+        torch.bfloat16: (1.6e-2, 1e-5),
+        torch.float16: (2e-3, 1e-5),
+        torch.float32: (2e-5, 2e-5),
+        torch.float64: (1e-10, 1e-10),
+    }.get(expected.dtype, (0, 0))
     if intermediate and expected.dtype in (torch.bfloat16, torch.float16):
         atol = 5 * rtol
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True,
-                               msg=lambda text: f"{what}\n{text}")
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}\n{text}"
+    )
 
 
 def supported(isa: str) -> bool:
@@ -330,14 +426,21 @@ def test_generated_kernels_agree_with_interpreted(name: str, isa: str) -> None:
             check_launch(launch, isa, before, state, memory.sizes)
 
 
-def check_launch(launch: Launch, isa: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor],
-                 sizes: dict[str, int]) -> None:
+def check_launch(
+    launch: Launch,
+    isa: str,
+    before: dict[str, torch.Tensor],
+    after: dict[str, torch.Tensor],
+    sizes: dict[str, int],
+) -> None:
     mine = {name: t.clone() for name, t in before.items()}
     mine = {n: next(mine[m] for m in before if before[m] is before[n]) for n in before}
     assert call(launch, isa, mine, sizes) == 0
     for p in launch.kernel.params:
         close(mine[p.name][:-GUARD], after[p.name], f"{p.name} of {launch.kernel.name}")
-        assert torch.equal(mine[p.name][-GUARD:], before[p.name][-GUARD:]), f"{launch.kernel.name} wrote behind {p.name}"
+        assert torch.equal(mine[p.name][-GUARD:], before[p.name][-GUARD:]), (
+            f"{launch.kernel.name} wrote behind {p.name}"
+        )
     for out, sources in launch.in_place.items():
         for source in sources:
             a, b = before[out], before[source]

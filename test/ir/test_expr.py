@@ -80,18 +80,27 @@ def test_every_binary_primitive_has_a_meaning(op: str) -> None:
 # -- folding -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given_", "expected"), [
-    (x * 1, x), (1 * x, x), (x / 1, x),
-    (ex.index_value(i) + ex.index_value(j) * 2, ex.index_value(i + 2 * j)),
-    (ex.index_value(i) - ex.index_value(i), ex.const(0, I64)),
-    (m & ex.const(True, B8), m), (m | ex.const(True, B8), ex.const(True, B8)),
-    (ex.where(ex.const(True, B8), x, y), x), (ex.where(ex.const(False, B8), x, y), y),
-    (ex.less(i, 8), ex.const(True, B8)), (ex.less(i + 8, 8), ex.const(False, B8)),
-    (ex.less(i, 7), Expr("lt", (ex.index_value(i), ex.const(7, I64)), B8)),
-    (ex.at_least(i, 0), ex.const(True, B8)), (ex.at_least(i + 3, 4), Expr("ge", (ex.index_value(i + 3), ex.const(4, I64)), B8)),
-    (ex.masked(ex.const(False, B8), lambda: x, 0), ex.const(0.0, F32)),
-    (ex.cast(ex.const(3, I64), F32), ex.const(3.0, F32)),
-])
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        (x * 1, x),
+        (1 * x, x),
+        (x / 1, x),
+        (ex.index_value(i) + ex.index_value(j) * 2, ex.index_value(i + 2 * j)),
+        (ex.index_value(i) - ex.index_value(i), ex.const(0, I64)),
+        (m & ex.const(True, B8), m),
+        (m | ex.const(True, B8), ex.const(True, B8)),
+        (ex.where(ex.const(True, B8), x, y), x),
+        (ex.where(ex.const(False, B8), x, y), y),
+        (ex.less(i, 8), ex.const(True, B8)),
+        (ex.less(i + 8, 8), ex.const(False, B8)),
+        (ex.less(i, 7), Expr("lt", (ex.index_value(i), ex.const(7, I64)), B8)),
+        (ex.at_least(i, 0), ex.const(True, B8)),
+        (ex.at_least(i + 3, 4), Expr("ge", (ex.index_value(i + 3), ex.const(4, I64)), B8)),
+        (ex.masked(ex.const(False, B8), lambda: x, 0), ex.const(0.0, F32)),
+        (ex.cast(ex.const(3, I64), F32), ex.const(3.0, F32)),
+    ],
+)
 def test_folds(given_: Expr, expected: Expr) -> None:
     assert given_ == expected
 
@@ -111,8 +120,11 @@ VALUES = torch.tensor([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, math.nan, 1e-4
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(["add", "sub", "mul", "div", "minimum", "maximum", "pow", "lt", "eq", "copysign"]),
-       st.one_of(st.none(), st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, math.inf, math.nan])), st.booleans())
+@given(
+    st.sampled_from(["add", "sub", "mul", "div", "minimum", "maximum", "pow", "lt", "eq", "copysign"]),
+    st.one_of(st.none(), st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, math.inf, math.nan])),
+    st.booleans(),
+)
 def test_folding_keeps_every_special_value(op: str, constant: float | None, swap: bool) -> None:
     a, b = x, (y if constant is None else ex.const(constant, F32))
     left, right = (b, a) if swap else (a, b)
@@ -167,7 +179,9 @@ def test_rewrite_folds_conditions_that_became_constant() -> None:
 @given(st.integers(0, 7), st.integers(0, 3), st.integers(-3, 11), st.integers(-3, 11))
 def test_substituting_indices_is_evaluating_there(a: int, b: int, low: int, high: int) -> None:
     inside = ex.at_least(i + j, low) & ex.less(i + j, high)
-    e = ex.masked(inside, lambda: load("x", i) * 2 + load("x", j), -1.0) + ex.cast(ex.index_value(8 * i + j), F32)
+    e = ex.masked(inside, lambda: load("x", i) * 2 + load("x", j), -1.0) + ex.cast(
+        ex.index_value(8 * i + j), F32
+    )
     data = torch.arange(8.0) + 1
     (there,) = ex.rewrite((e,), lambda n: None, lambda at: ix.substitute(at, {I: a, J: b}))
     assert not ex.variables(there)

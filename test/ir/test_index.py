@@ -13,8 +13,8 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 
 I, J, K = (Var(n, s) for n, s in zip("ijk", (4, 6, 5), strict=True))
-S = Var("s0", None, 2)          # a size symbol, at least 2
-N = Var("n", ix.of(S))          # a loop over it
+S = Var("s0", None, 2)  # a size symbol, at least 2
+N = Var("n", ix.of(S))  # a loop over it
 i, j, k, s, n = map(ix.of, (I, J, K, S, N))
 
 
@@ -115,7 +115,9 @@ def test_delinearize_is_the_inverse_of_linearize(shape: tuple[Index, ...]) -> No
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4), st.lists(st.integers(1, 5), min_size=1, max_size=4)
+)
 def test_reshape_by_brute_force(a: list[int], b: list[int]) -> None:
     """A position through any two shapes of equal size comes back, and its digits are in range."""
     total = ix.product(a)
@@ -130,23 +132,26 @@ def test_reshape_by_brute_force(a: list[int], b: list[int]) -> None:
         assert value(back, at) == p
 
 
-@pytest.mark.parametrize(("given_", "expected"), [
-    (ix.floordiv(6 * i + j, 6), "i"),
-    (ix.mod(6 * i + j, 6), "j"),
-    (ix.floordiv(i, 4), "0"),
-    (ix.mod(i, 4), "i"),
-    (ix.floordiv(12 * i + 2 * j, 4), "(j//2) + 3*i"),
-    (ix.mod(12 * i + 2 * j, 4), "2*(j%2)"),
-    (6 * ix.floordiv(i + 3 * j, 6) + ix.mod(i + 3 * j, 6), "i + 3*j"),
-    (ix.floordiv(ix.floordiv(k * j, 2), 3), "((j*k)//6)"),
-    (ix.floordiv(s * i + n, s), "i"),
-    (ix.mod(s * i + n, s), "n"),
-    (ix.floordiv(s * s * i, s), "i*s0"),
-    (i - i, "0"),
-    ((i + 1) * (i - 1), "-1 + i*i"),
-    (ix.floordiv(7, 2), "3"),
-    (ix.mod(-1, 6), "5"),
-])
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        (ix.floordiv(6 * i + j, 6), "i"),
+        (ix.mod(6 * i + j, 6), "j"),
+        (ix.floordiv(i, 4), "0"),
+        (ix.mod(i, 4), "i"),
+        (ix.floordiv(12 * i + 2 * j, 4), "(j//2) + 3*i"),
+        (ix.mod(12 * i + 2 * j, 4), "2*(j%2)"),
+        (6 * ix.floordiv(i + 3 * j, 6) + ix.mod(i + 3 * j, 6), "i + 3*j"),
+        (ix.floordiv(ix.floordiv(k * j, 2), 3), "((j*k)//6)"),
+        (ix.floordiv(s * i + n, s), "i"),
+        (ix.mod(s * i + n, s), "n"),
+        (ix.floordiv(s * s * i, s), "i*s0"),
+        (i - i, "0"),
+        ((i + 1) * (i - 1), "-1 + i*i"),
+        (ix.floordiv(7, 2), "3"),
+        (ix.mod(-1, 6), "5"),
+    ],
+)
 def test_identity(given_: Index, expected: str) -> None:
     assert str(given_) == expected
 
@@ -168,6 +173,7 @@ def test_run_time_index_lies_in_its_range_and_counts_as_one_atom() -> None:
 
         def depends(self, var: Var) -> bool:
             return var == I
+
     at = ix.of(ix.Opaque(Payload(), 10))
     assert ix.in_range(at, 10) and not ix.in_range(at, 9)
     assert ix.floordiv(at, 10) == 0

@@ -1,0 +1,333 @@
+"""Lowering: what becomes a definition, what stays an index transform, what becomes a call."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from lowered import Kernels, compiled, names, text, threads
+
+from dicp.errors import UnsupportedOp
+from dicp.schedule.defs import Pointwise, Reduction, Scatter
+from dicp.vendor.base import Claim
+
+LIBRARY = Kernels({"mm": Claim("mm", lambda writer, call: [], out=True)})
+ALLOCATING = Kernels({"mm": Claim("mm", lambda writer, call: [])})
+
+
+class TestText(TestCase):
+    maxDiff = None
+
+    def test_elementwise_chain_is_one_expression(self) -> None:
+        p = compiled(lambda x, y: torch.relu(x * y + 1), (4, 8), (8,))
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel relu(arg0_1: f32, arg1_1: f32, t0: f32*)
+  for i0 < 4, i1 < 8
+  v0: f32 = arg0_1[8*i0 + i1]
+  v1: f32 = arg1_1[i1]
+  v2: f32 = mul(v0, v1)
+  v3: f32 = add(v2, 1.0:f32)
+  v4: f32 = maximum(v3, 0.0:f32)
+  t0[8*i0 + i1] = v4
+""",
+        )
+
+    def test_views_are_index_transforms(self) -> None:
+        p = compiled(lambda x: x.view(2, 2, 8).transpose(0, 1).flip(2)[:, :, 2:].unsqueeze(0) + 1, (4, 8))
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel add(arg0_1: f32, t0: f32*)
+  for i0 < 4, i1 < 6
+  v0: f32 = arg0_1[5 + 8*i0 + -1*i1]
+  v1: f32 = add(v0, 1.0:f32)
+  t0[6*i0 + i1] = v1
+""",
+        )
+
+    def test_cat_is_a_choice_of_masked_loads(self) -> None:
+        p = compiled(lambda x, y: torch.cat([x, y * 2], 1), (4, 3), (4, 5))
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel cat(arg1_1: f32, arg0_1: f32, t0: f32*)
+  for i0 < 4, i1 < 8
+  v0: i64 = [i1]
+  v1: b8 = lt(v0, 3:i64)
+  v2: f32 = arg1_1[3*i0 + i1]
+  v3: b8 = ge(v0, 3:i64)
+  v4: f32 = arg0_1[-3 + 5*i0 + i1]
+  v5: f32 = mul(v4, 2.0:f32)
+  v6: f32 = masked(v3, v5, 0.0:f32)
+  v7: f32 = masked(v1, v2, v6)
+  t0[8*i0 + i1] = v7
+""",
+        )
+
+    def test_index_read_at_run_time_is_checked(self) -> None:
+        p = compiled(lambda x, i: x[i] + 1, (9, 4), torch.tensor([1, 2, 3]))
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel add(arg1_1: i64, arg0_1: f32, t0: f32*)
+  for i0 < 3, i1 < 4
+  v0: i64 = arg1_1[i0]
+  v1: i64 = check(v0, 9:i64, 1, 0)
+  v2: f32 = arg0_1[4*<check(arg1_1[i0], 9, 1, 0)> + i1]
+  v3: f32 = add(v2, 1.0:f32)
+  t0[4*i0 + i1] = v3
+""",
+        )
+
+    def test_scatter_into_a_mutated_input_is_in_place(self) -> None:
+        def update(cache, k, at):
+            cache.index_copy_(1, at, k)
+
+        p = compiled(update, (2, 6, 4), (2, 1, 4), torch.tensor([3]))
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel index_copy(arg2_1: f32, arg1_1: i64, t0: f32*)
+  for i0 < 2, i1 < 4
+  v0: f32 = arg2_1[4*i0 + i1]
+  t0[4*<check(arg1_1[0], 6, 0, 0)> + 24*i0 + i1] = v0  (duplicates)
+""",
+        )
+        assert p.plan.find(p.launches[0].buffers[-1].name) == "arg0_1"
+
+    def test_scatter_keeps_what_others_read_of_its_base(self) -> None:
+        def update(cache, k, at):
+            old = cache.sum(1)
+            cache.index_copy_(1, at, k)
+            return old
+
+        p = compiled(update, (2, 6, 4), (2, 1, 4), torch.tensor([3]))
+        self.assertExpectedInline(
+            "\n".join(names(p)),
+            """\
+sum_index_copy
+index_copy
+copy_""",
+        )
+
+    def test_bf16_is_computed_in_float32_and_rounded_by_the_store(self) -> None:
+        p = compiled(lambda x: x * x + 1, torch.randn(8).bfloat16())
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel add(arg0_1: bf16, t0: bf16*)
+  for i0 < 8
+  v0: f32 = arg0_1[i0]
+  v1: f32 = mul(v0, v0)
+  v2: f32 = add(v1, 1.0:f32)
+  t0[i0] = v2
+""",
+        )
+
+    def test_eager_numerics_round_every_result(self) -> None:
+        p = compiled(lambda x: x * x + 1, torch.randn(8).bfloat16(), numerics="eager")
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel add(arg0_1: bf16, t0: bf16*)
+  for i0 < 8
+  v0: f32 = arg0_1[i0]
+  v1: f32 = mul(v0, v0)
+  v2: f32 = round(v1, torch.bfloat16)
+  v3: f32 = add(v2, 1.0:f32)
+  v4: f32 = round(v3, torch.bfloat16)
+  t0[i0] = v4
+""",
+        )
+
+    def test_symbolic_sizes_are_parameters(self) -> None:
+        p = compiled(lambda x: x.sum(1), (4, 8), dynamic=True)
+        symbols = sorted(v.name for v in p.launches[0].kernel.sizes)
+        shown = text(p).replace(symbols[0], "n").replace(symbols[1], "m")
+        self.assertExpectedInline(
+            shown,
+            """\
+kernel sum(arg2_1: f32, t0: f32*) sizes n, m
+  for i0 < m, i1 < n reduced
+  v0: f32 = arg2_1[i0*n + i1]
+  t0 = reduce sum v0
+  t0[i0] = t0
+""",
+        )
+
+
+# -- recompute or keep -------------------------------------------------------------------------------------
+
+
+def test_views_cost_no_kernel() -> None:
+    p = compiled(lambda x: x.view(2, 16).t()[3:].unsqueeze(0), (4, 8))
+    assert not p.items and p.lowered.defs == []
+
+
+def test_cheap_value_is_recomputed_by_each_reader() -> None:
+    p = compiled(lambda x: (y := x + 1)[:-1] * y[1:], (9,))
+    assert names(p) == ["mul"]
+
+
+def test_dear_value_read_at_two_places_is_kept() -> None:
+    p = compiled(lambda x: (y := x.exp())[:-1] * y[1:], (9,))
+    assert names(p) == ["exp", "mul"]
+
+
+def test_dear_value_that_is_broadcast_is_computed_once() -> None:
+    p = compiled(lambda x, y: x.exp().sin()[:, None] * y, (4,), (4, 8))
+    assert names(p) == ["sin", "mul"]
+
+
+def test_cheap_value_that_is_broadcast_is_recomputed() -> None:
+    p = compiled(lambda x, y: (x + 1)[:, None] * y, (4,), (4, 8))
+    assert names(p) == ["mul"]
+
+
+def test_long_expression_is_cut() -> None:
+    """Reads beyond MAX_LOADS go through memory or registers of a kernel: no expression grows
+    without limit."""
+    inputs = [(7,)] * 40
+    p = compiled(lambda *xs: sum(x * (k + 1) for k, x in enumerate(xs)), *inputs)
+    assert 1 < sum(isinstance(d, Pointwise) for d in p.lowered.defs) < 8
+
+
+def test_shared_computation_grows_linearly() -> None:
+    """x = x * x + x[::-1], 40 times over: nothing is inlined twice without bound."""
+
+    def f(x):
+        for _ in range(40):
+            x = (x * x.flip(0) + x).tanh()
+        return x
+
+    p = compiled(f, (8,))
+    assert len(p.lowered.defs) <= 41
+    assert all(len(k.kernel.body) < 100 for k in p.launches)
+
+
+# -- calls -------------------------------------------------------------------------------------------------
+
+
+def test_claimed_op_becomes_a_library_call_on_planned_memory() -> None:
+    p = compiled(lambda x, w: (x @ w).relu(), (4, 8), (8, 8), vendor=LIBRARY)
+    assert names(p) == ["aten.mm.default", "relu"]
+    assert p.library_calls[0].outputs[0].kind == "temp"
+    p = compiled(lambda x, w: (x @ w).relu(), (4, 8), (8, 8), vendor=ALLOCATING)
+    assert p.library_calls[0].outputs[0].kind == "library"
+
+
+def test_operands_of_calls_are_views_where_they_can_be() -> None:
+    p = compiled(lambda x, w: x[1:, :4] @ w.t(), (5, 8), (6, 4), vendor=LIBRARY)
+    assert names(p) == ["aten.mm.default"]
+    a, b = p.library_calls[0].args
+    assert (a.shape, a.strides, a.offset) == ((4, 4), (8, 1), 8)
+    assert (b.shape, b.strides, b.offset) == ((4, 6), (1, 4), 0)
+
+
+def test_unclaimed_op_becomes_a_counted_extern() -> None:
+    p = compiled(lambda x: torch.linalg.svdvals(x) + 1, (4, 4))
+    assert names(p) == ["aten._linalg_svd.default", "add"] and len(p.externs) == 1
+
+
+def test_strict_refuses_externs() -> None:
+    with pytest.raises(UnsupportedOp, match="linalg_svd"):
+        compiled(lambda x: torch.linalg.svdvals(x), (4, 4), strict=True)
+
+
+def test_matmul_that_nobody_claims_is_an_extern_too() -> None:
+    assert names(compiled(lambda x, w: x @ w, (4, 8), (8, 8))) == ["aten.mm.default"]
+
+
+# -- reductions --------------------------------------------------------------------------------------------
+
+
+def reductions(fn, *inputs, **options) -> list[Reduction]:
+    return [d for d in compiled(fn, *inputs, **options).lowered.defs if isinstance(d, Reduction)]
+
+
+def sizes(d: Reduction) -> tuple[list[int], list[int]]:
+    return [v.size for v in d.vars], [v.size for v in d.rvars]
+
+
+def test_long_reduction_is_split_for_all_threads() -> None:
+    first, second = reductions(lambda x: x.sum(), (65536,))
+    assert sizes(first) == ([16], [4096]) and sizes(second) == ([], [16])
+
+
+def test_column_reduction_is_split_along_its_outer_dim() -> None:
+    first, second = reductions(lambda x: x.sum(0), (8192, 24))
+    assert sizes(first) == ([16, 24], [512]) and sizes(second) == ([24], [16])
+
+
+def test_split_keeps_leading_dims_as_results_of_the_first_part() -> None:
+    first, second = reductions(lambda x: x.sum((0, 2, 3)), (8, 6, 64, 64))
+    kept, summed = sizes(first)
+    assert kept[0] == 8 and 6 in kept and summed[-1] == 64
+    assert math.prod(kept) * math.prod(summed) == 8 * 6 * 64 * 64
+    assert sizes(second) == ([6], [n for n in kept if n != 6])
+
+
+def test_welford_is_split_into_means_and_deviations() -> None:
+    assert [d.kind for d in reductions(lambda x: torch.var_mean(x), (65536,))] == [
+        "welford",
+        "welford",
+        "sum",
+    ]
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 70000), (4096,)])
+def test_reduction_is_left_whole_where_splitting_brings_nothing(shape: tuple[int, ...]) -> None:
+    """Short, or with rows enough for every thread."""
+    rows = (8, *shape) if len(shape) == 2 else shape
+    assert len(reductions(lambda x: x.sum(-1), rows)) == 1
+
+
+def test_one_thread_splits_nothing() -> None:
+    with threads(1):
+        assert len(reductions(lambda x: x.sum(), (65536,))) == 1
+
+
+def test_symbolic_extents_are_reduced_whole() -> None:
+    assert len(reductions(lambda x: x.sum(), (65536,), dynamic=True)) == 1
+
+
+def test_reduction_of_one_element_is_that_element() -> None:
+    p = compiled(lambda x: (x[None].sum(0) + 1, x[None].argmax(0)), (9,))
+    assert not any(isinstance(d, Reduction) for d in p.lowered.defs)
+
+
+# -- strides -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.t() + 1,
+        lambda x: (x + 1).t(),
+        lambda x: x.permute(1, 0).exp(),
+        lambda x: x.sum(0, True).t(),
+    ],
+    ids=["t", "then_t", "permute", "sum"],
+)
+def test_results_have_eagers_strides(fn) -> None:
+    x = torch.randn(4, 8)
+    (out,) = compiled(fn, x).lowered.outputs
+    assert tuple(out.strides) == fn(x).stride()
+
+
+def test_channels_last_goes_through() -> None:
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    p = compiled(lambda x: F.relu(x) * 2, x)
+    assert p.lowered.outputs[0].strides == x.stride()
+    (launch,) = p.launches
+    assert [a.size for a in launch.kernel.axes] == [120]
+
+
+def test_scatter_targets_known_to_differ_are_marked() -> None:
+    p = compiled(lambda x, y: torch.slice_scatter(x, y, 0, 1, 3).exp(), (5, 4), (2, 4))
+    assert all(d.unique for d in p.lowered.defs if isinstance(d, Scatter))

@@ -1,0 +1,180 @@
+"""The memory plan: nothing alive shares memory, nothing dead keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowered import Kernels, compiled
+
+from dicp.ir import index as ix
+from dicp.runtime.program import Program
+from dicp.schedule import memory
+from dicp.schedule.memory import ALIGN, Plan, _Life, touched
+from dicp.vendor.base import Claim
+
+LIBRARY = Kernels({"mm": Claim("mm", lambda writer, call: [], out=True)})
+
+lifetimes = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=25
+)
+
+
+def lives_of(drawn: list[tuple[int, int, int]], size: Any = lambda n: n) -> list[_Life]:
+    return [
+        _Life(f"b{k}", size(n * ALIGN), start, start + length) for k, (n, start, length) in enumerate(drawn)
+    ]
+
+
+def overlap(a: _Life, b: _Life) -> bool:
+    return a.start <= b.end and b.start <= a.end
+
+
+@settings(max_examples=300, deadline=None)
+@given(lifetimes)
+def test_live_buffers_never_overlap(drawn: list[tuple[int, int, int]]) -> None:
+    lives, plan = lives_of(drawn), Plan()
+    memory._greedy_by_size(lives, plan)
+    for a in lives:
+        assert plan.offset[a.name] % ALIGN == 0 and plan.offset[a.name] + a.nbytes <= plan.size
+        for b in lives:
+            if a is not b and overlap(a, b):
+                lo, hi = plan.offset[a.name], plan.offset[a.name] + a.nbytes
+                assert hi <= plan.offset[b.name] or plan.offset[b.name] + b.nbytes <= lo
+    alive = [sum(x.nbytes for x in lives if x.start <= k <= x.end) for k in range(20)]
+    assert plan.lower_bound == max(alive) <= plan.size <= sum(x.nbytes for x in lives)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lifetimes, st.integers(1, 9))
+def test_symbolic_slots_hold_one_live_buffer_of_their_size(
+    drawn: list[tuple[int, int, int]], value: int
+) -> None:
+    symbol = ix.of(ix.Var("s0", None, 1))
+    lives, plan = lives_of([(n % 3 + 1, a, b) for n, a, b in drawn], lambda n: n * symbol), Plan()
+    memory._by_equal_size(lives, plan)
+    for a in lives:
+        for b in lives:
+            if a is not b and overlap(a, b):
+                at = [ix.evaluate(plan.offset[x.name], lambda _: value) for x in (a, b)]
+                size = [ix.evaluate(x.nbytes, lambda _: value) for x in (a, b)]
+                assert at[0] + size[0] <= at[1] or at[1] + size[1] <= at[0]
+    assert ix.nonnegative(
+        plan.size - max((x.nbytes for x in lives), key=lambda n: ix.evaluate(n, lambda _: 1))
+    )
+
+
+def check_plan(p: Program) -> None:
+    """Replay the steps: what a step reads is what was written there last under the same name."""
+    holder: dict[int, str] = {}
+    size = p.plan.size
+    for item in p.items:
+        reads, writes = touched(item)
+        for b in reads:
+            spot = place(p, b)
+            if spot is not None and b.kind in ("temp", "alias"):
+                assert holder.get(spot) == b.name, f"{b.name} was overwritten by {holder.get(spot)}"
+        for b in writes:
+            spot = place(p, b)
+            if spot is None:
+                continue
+            assert spot % ALIGN == 0 and spot + b.nbytes <= size
+            span = (spot, spot + b.nbytes)
+            for other, name in list(holder.items()):
+                if other < span[1] and span[0] < other + p.lowered.buffers[name].nbytes:
+                    del holder[other]
+            holder[spot] = b.name
+
+
+def place(p: Program, b: Any) -> int | None:
+    return p.plan.offset.get(p.plan.find(b.name))
+
+
+MODELS = {
+    "mlp": (lambda x, w: ((x @ w).relu() @ w).softmax(1) @ w, (8, 8), (8, 8)),
+    "chain": (lambda x, w: (((x.exp() @ w).sin() @ w).cos() @ w).tanh(), (8, 8), (8, 8)),
+    "branches": (
+        lambda x, w: ((a := x.exp() @ w).relu() @ w) + (a.sin() @ w) * (x @ w).sum(1, keepdim=True),
+        (8, 8),
+        (8, 8),
+    ),
+    "norms": (lambda x, w: F.layer_norm(F.layer_norm(x @ w, (8,)) @ w + x, (8,)) @ w, (8, 8), (8, 8)),
+    "scatters": (
+        lambda x, i, y: x.index_add(0, i, y).index_add(0, i, y * 2).exp().flip(0).cumsum(0),
+        (9, 4),
+        torch.tensor([1, 1, 2]),
+        (3, 4),
+    ),
+}
+
+
+def test_no_step_reads_memory_that_another_has_taken() -> None:
+    for fn, *inputs in MODELS.values():
+        check_plan(compiled(fn, *inputs, vendor=LIBRARY))
+
+
+def test_checker_finds_a_bad_plan() -> None:
+    fn, *inputs = MODELS["branches"]
+    p = compiled(fn, *inputs, vendor=LIBRARY)
+    p.plan.offset = dict.fromkeys(p.plan.offset, 0)
+    with pytest.raises(AssertionError, match="was overwritten by"):
+        check_plan(p)
+
+
+def test_a_chain_of_equal_sizes_needs_two_buffers() -> None:
+    p = compiled(*MODELS["chain"], vendor=LIBRARY)
+    assert p.plan.size == p.plan.lower_bound == 2 * 8 * 8 * 4
+
+
+def test_result_takes_over_the_memory_of_a_dying_operand() -> None:
+    p = compiled(lambda x, w: (x @ w).relu() @ w, (8, 8), (8, 8), vendor=LIBRARY)
+    first, second = p.library_calls
+    assert p.plan.find(second.args[0].buffer.name) == first.outputs[0].name
+
+
+def test_operand_that_is_read_later_keeps_its_memory() -> None:
+    p = compiled(lambda x, w: ((a := x @ w).exp() @ w) + a, (8, 8), (8, 8), vendor=LIBRARY)
+    assert not p.plan.root
+
+
+def test_operand_read_elsewhere_than_written_keeps_its_memory() -> None:
+    p = compiled(lambda x, w: (x @ w).flip(0).exp() @ w, (8, 8), (8, 8), vendor=LIBRARY)
+    assert not p.plan.root
+
+
+def test_operand_of_another_width_keeps_its_memory() -> None:
+    p = compiled(lambda x, w: (x @ w).double().cumsum(0).float() @ w, (8, 8), (8, 8), vendor=LIBRARY)
+    check_plan(p)
+    assert all(
+        p.lowered.buffers[a].dtype.itemsize == p.lowered.buffers[b].dtype.itemsize
+        for a, b in p.plan.root.items()
+    )
+
+
+def test_results_and_inputs_are_outside_the_arena() -> None:
+    p = compiled(*MODELS["mlp"], vendor=LIBRARY)
+    kinds = {p.lowered.buffers[n].kind for n in p.plan.offset}
+    assert kinds == {"temp"}
+    returned = {o.buffer.name for o in p.lowered.outputs}
+    assert not returned & set(p.plan.offset)
+
+
+def test_symbolic_sizes_are_planned_with_symbols() -> None:
+    p = compiled(*MODELS["chain"], vendor=LIBRARY, dynamic=True)
+    assert p.plan.offset and isinstance(p.plan.size, ix.Poly)
+    at = {a.key: 8 for a in ix.atoms(p.plan.size)}
+    assert ix.evaluate(p.plan.size, lambda a: at[a.key]) == 2 * 8 * 8 * 4
+
+
+def test_scatter_result_lives_in_its_base() -> None:
+    p = compiled(*MODELS["scatters"])
+    assert set(p.plan.root) >= {d.outputs[0].name for d in p.lowered.defs if type(d).__name__ == "Scatter"}
+
+
+def test_nothing_to_plan() -> None:
+    p = compiled(lambda x: x + 1, (4,))
+    assert p.plan.size == 0 and not p.plan.offset
