@@ -75,6 +75,8 @@ print(*found["extras_require"]["test"], sep="\n")
 PY
 )
 pip install "${tests[@]}"
+# The CUDA vendor's tests need Triton itself, not a GPU; the CPU build of PyTorch brings none.
+"$venv/bin/python" -c 'import triton' 2>/dev/null || pip install --no-deps "triton>=3.6,<3.7"
 pip install -e . --no-build-isolation --no-deps
 "$venv/bin/python" -c 'import torch, dicp; print(f"setup: dicp {dicp.__version__}, torch {torch.__version__}: ready")' >&2
 echo "$want" > "$stamp"

@@ -81,8 +81,8 @@ class _Run:
             parts = (mean[..., 0], (wide - mean).square().sum(-1))
             return tuple(p.to(x.dtype).reshape(shape) for p in parts)
         if s.kind in ("argmax", "argmin"):
-            return (_first_best(x, s.kind[3:]).reshape(shape),)
-        return (_combined(x, s.kind).reshape(shape),)
+            return (first_best(x, s.kind[3:]).reshape(shape),)
+        return (combined(x, s.kind).reshape(shape),)
 
     def _scan(self, s: Scan) -> tuple[torch.Tensor, ...]:
         x, (dim,) = self._full(s.value), self.inner
@@ -101,7 +101,7 @@ class _Run:
         # Updates happen once at every point of the space, whether or not something depends on each axis.
         shape = self.extents if s.mode != "set" else torch.broadcast_shapes(at.shape, value.shape)
         at, value = at.expand(shape).reshape(-1), value.expand(shape).reshape(-1)
-        _write(self.buffers[s.buffer], at, value, s.mode)
+        write(self.buffers[s.buffer], at, value, s.mode)
 
     def _index(self, i: Index) -> torch.Tensor:
         if isinstance(i, int):
@@ -109,7 +109,7 @@ class _Run:
         return self._value(Expr("index", (i,), torch.int64))
 
 
-def _combined(x: torch.Tensor, kind: str) -> torch.Tensor:
+def combined(x: torch.Tensor, kind: str) -> torch.Tensor:
     """x reduced along its last dimension."""
     if x.dtype == torch.bool:
         kind = _BOOL_KINDS.get(kind, kind)
@@ -123,7 +123,7 @@ def _combined(x: torch.Tensor, kind: str) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def _first_best(x: torch.Tensor, kind: str) -> torch.Tensor:
+def first_best(x: torch.Tensor, kind: str) -> torch.Tensor:
     """The first position of the best element along the last dimension; a NaN is better than everything."""
     if x.dtype == torch.bool:
         x = x.to(torch.uint8)
@@ -132,7 +132,7 @@ def _first_best(x: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.where(here, torch.arange(x.shape[-1]), x.shape[-1]).amin(-1)
 
 
-def _write(buffer: torch.Tensor, at: torch.Tensor, value: torch.Tensor, mode: str) -> None:
+def write(buffer: torch.Tensor, at: torch.Tensor, value: torch.Tensor, mode: str) -> None:
     """Write or combine flat elements, in order."""
     if mode == "set":  # of two writes to one element, the later counts
         order = torch.full_like(buffer, -1, dtype=torch.int64)

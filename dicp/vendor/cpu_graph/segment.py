@@ -185,7 +185,8 @@ class SegmentWriter:
         if codegen.has_checks(launch.kernel):
             self.uses_checks = True
             args.append(f"checks + {launch.first_check}")
-        self._timed(f"{function}", _moved(launch.buffers), [f"{function}({', '.join(args)});"])
+        line = f"  // {launch.kernel.origins[0]}" if launch.kernel.origins else ""
+        self._timed(f"{function}", _moved(launch.buffers), [f"{function}({', '.join(args)});{line}"])
 
     def _library(self, call: Call) -> None:
         self.lines = []
