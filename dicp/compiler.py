@@ -16,6 +16,7 @@ from dicp.ops.library import register
 from dicp.passes import run_passes
 from dicp.runtime.dump import Dump
 from dicp.runtime.program import Program, make_program
+from dicp.runtime.progress import Progress
 from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import build_kernels
 from dicp.schedule.lower import lower
@@ -44,9 +45,19 @@ def compile_graph(gm: fx.GraphModule, vendor: Any, config: Any, role: str = "inf
     """
     register()
     name = f"graph{next(_numbers)}_{role}"
+    with Progress(name) as progress:
+        compiled = _compile(gm, vendor, config, role, name, progress)
+    for observer in list(_observers):
+        observer(compiled)
+    return compiled
+
+
+def _compile(
+    gm: fx.GraphModule, vendor: Any, config: Any, role: str, name: str, progress: Progress
+) -> Compiled:
     seconds: dict[str, float] = {}
     dump = Dump(name, config)
-    step = _timer(seconds)
+    step = _timer(seconds, progress)
     dump.graph("00_import", gm)
     with step("passes"):
         gm = run_passes(gm, vendor, config, dump.on_pass)
@@ -69,8 +80,6 @@ def compile_graph(gm: fx.GraphModule, vendor: Any, config: Any, role: str = "inf
     dump.sources(program)
     compiled = Compiled(name, role, call, program, seconds)
     dump.done(compiled)
-    for observer in list(_observers):
-        observer(compiled)
     return compiled
 
 
@@ -84,9 +93,12 @@ def observe(observer: Callable[[Compiled], None]) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def _timer(seconds: dict[str, float]) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+def _timer(
+    seconds: dict[str, float], progress: Progress
+) -> Callable[[str], contextlib.AbstractContextManager[None]]:
     @contextlib.contextmanager
     def step(name: str) -> Iterator[None]:
+        progress.step = name
         start = time.perf_counter()
         yield
         seconds[name] = time.perf_counter() - start

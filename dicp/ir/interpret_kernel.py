@@ -7,6 +7,7 @@ where a value does not depend on the axis. Float reductions are taken in float64
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -65,35 +66,16 @@ class _Run:
         """The value at every point of the space."""
         return self._value(e).expand(self.extents)
 
-    def _along(self, e: Expr) -> tuple[torch.Tensor, torch.Size]:
-        """The values of a reduced expression as [outer points.., reduced points], and the
-        shape of a result."""
-        x = self._full(e)
-        outer = [k for k in range(len(self.extents)) if k not in self.inner]
-        result = torch.Size(1 if k in self.inner else n for k, n in enumerate(self.extents))
-        return x.permute(*outer, *self.inner).reshape(*(self.extents[k] for k in outer), -1), result
-
     def _reduce(self, s: Reduce) -> tuple[torch.Tensor, ...]:
-        x, shape = self._along(s.value)
-        if s.kind == "welford":
-            wide = x.to(torch.float64)
-            mean = wide.mean(-1, keepdim=True)
-            parts = (mean[..., 0], (wide - mean).square().sum(-1))
-            return tuple(p.to(x.dtype).reshape(shape) for p in parts)
-        if s.kind in ("argmax", "argmin"):
-            return (first_best(x, s.kind[3:]).reshape(shape),)
-        return (combined(x, s.kind).reshape(shape),)
+        outer = [k for k in range(len(self.extents)) if k not in self.inner]
+        rows = self._full(s.value).permute(*outer, *self.inner)
+        rows = rows.reshape(*(self.extents[k] for k in outer), math.prod(self.extents[k] for k in self.inner))
+        shape = [1 if k in self.inner else n for k, n in enumerate(self.extents)]
+        return tuple(r.reshape(shape) for r in reduced(rows, s.kind))
 
     def _scan(self, s: Scan) -> tuple[torch.Tensor, ...]:
-        x, (dim,) = self._full(s.value), self.inner
-        if s.kind in ("argmax", "argmin"):
-            best, at = (torch.cummax if s.kind == "argmax" else torch.cummin)(x, dim)
-            return best, at
-        if s.kind in ("max", "min"):
-            return ((torch.cummax if s.kind == "max" else torch.cummin)(x, dim)[0],)
-        fold = {"sum": torch.cumsum, "prod": torch.cumprod, "logsumexp": torch.logcumsumexp}[s.kind]
-        wide = torch.float64 if x.dtype.is_floating_point else torch.int64
-        return (fold(x.to(wide), dim).to(x.dtype),)
+        (line,) = self.inner
+        return tuple(r.movedim(-1, line) for r in scanned(self._full(s.value).movedim(line, -1), s.kind))
 
     def _store(self, s: Store) -> None:
         at = self._index(s.index)
@@ -109,27 +91,35 @@ class _Run:
         return self._value(Expr("index", (i,), torch.int64))
 
 
-def combined(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x reduced along its last dimension."""
+def reduced(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
+    """The results of a reduction of x along its last dimension; a NaN is greater and smaller than everything."""
+    if kind == "welford":
+        wide = x.to(torch.float64)
+        mean = wide.mean(-1, keepdim=True)
+        return mean[..., 0].to(x.dtype), (wide - mean).square().sum(-1).to(x.dtype)
     if x.dtype == torch.bool:
         kind = _BOOL_KINDS.get(kind, kind)
     if kind in ("any", "all"):
-        x = x.to(torch.bool)
-        return x.any(-1) if kind == "any" else x.all(-1)
+        return ((x != 0).any(-1) if kind == "any" else (x != 0).all(-1),)
     if kind in ("max", "min"):
-        return x.amax(-1) if kind == "max" else x.amin(-1)
+        return (x.amax(-1) if kind == "max" else x.amin(-1),)
+    if kind in ("argmax", "argmin"):
+        x = x.to(torch.uint8) if x.dtype == torch.bool else x
+        best = x.amax(-1, keepdim=True) if kind == "argmax" else x.amin(-1, keepdim=True)
+        here = (x == best) | (x != x)
+        return (torch.where(here, torch.arange(x.shape[-1]), x.shape[-1]).amin(-1),)  # the first of equals
     wide = x.to(torch.float64) if x.dtype.is_floating_point else x
-    total = wide.sum(-1) if kind == "sum" else wide.prod(-1)
-    return total.to(x.dtype)
+    return ((wide.sum(-1) if kind == "sum" else wide.prod(-1)).to(x.dtype),)
 
 
-def first_best(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The first position of the best element along the last dimension; a NaN is better than everything."""
-    if x.dtype == torch.bool:
-        x = x.to(torch.uint8)
-    best = x.amax(-1, keepdim=True) if kind == "max" else x.amin(-1, keepdim=True)
-    here = (x == best) | (x != x)
-    return torch.where(here, torch.arange(x.shape[-1]), x.shape[-1]).amin(-1)
+def scanned(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
+    """The results of an inclusive scan of x along its last dimension."""
+    if kind.endswith(("max", "min")):
+        best, at = (torch.cummax if kind.endswith("max") else torch.cummin)(x, -1)
+        return (best, at) if kind.startswith("arg") else (best,)
+    fold = {"sum": torch.cumsum, "prod": torch.cumprod, "logsumexp": torch.logcumsumexp}[kind]
+    wide = torch.float64 if x.dtype.is_floating_point else torch.int64
+    return (fold(x.to(wide), -1).to(x.dtype),)
 
 
 def write(buffer: torch.Tensor, at: torch.Tensor, value: torch.Tensor, mode: str) -> None:
