@@ -92,7 +92,8 @@ class _Run:
 
 
 def reduced(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
-    """The results of a reduction of x along its last dimension; a NaN is greater and smaller than everything."""
+    """The results of a reduction of x along its last dimension; a NaN is greater and smaller
+    than everything."""
     if kind == "welford":
         wide = x.to(torch.float64)
         mean = wide.mean(-1, keepdim=True)

@@ -11,7 +11,7 @@ EVERY = 0.5
 
 
 class Progress:
-    """Shows `dicp: compiling <name>: <step>, 3.5 s` while the compile runs. Does nothing without a terminal."""
+    """Shows `dicp: compiling <name>: <step>, 3.5 s` while the compile runs; nothing without a terminal."""
 
     def __init__(self, name: str) -> None:
         self.name, self.step = name, "starting"
@@ -37,7 +37,8 @@ class Progress:
             wait = EVERY
             shown = True
             seconds = time.monotonic() - start
-            print(f"\r\x1b[Kdicp: compiling {self.name}: {self.step}, {seconds:.1f} s", end="", file=sys.stderr)
+            text = f"\r\x1b[Kdicp: compiling {self.name}: {self.step}, {seconds:.1f} s"
+            print(text, end="", file=sys.stderr)
             sys.stderr.flush()
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr)
