@@ -73,7 +73,7 @@ def _compile(
     dump.items("30_kernels", items)
     with step("memory"):
         plan = plan_memory(items, lowered)
-    program = make_program(name, lowered, items, plan)
+    program = make_program(name, lowered, items, plan, owns_inputs=role == "backward")
     dump.plan("40_memory", program)
     with step("build"):
         call = vendor.assemble(program, config)

@@ -49,6 +49,8 @@ class Program:
     steps: list[Segment | Call] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     build_stats: Any = None
+    owns_inputs: bool = False
+    where: dict[int, int] = field(default_factory=dict)  # item -> step
 
     @property
     def launches(self) -> list[Launch]:
@@ -86,18 +88,34 @@ class Program:
         return [found[n] for n in sorted(found)]
 
 
-def make_program(name: str, lowered: Lowered, items: list[Item], plan: Plan) -> Program:
-    """Cut the items into native segments and extern calls, and decide what outlives a segment."""
-    program = Program(name, lowered, items, plan)
+RELEASE_BYTES = 8 << 20  # inputs that are dead but held, above which a backward stops to let them go
+
+
+def make_program(
+    name: str, lowered: Lowered, items: list[Item], plan: Plan, owns_inputs: bool = False
+) -> Program:
+    """Cut the items into native segments and extern calls, and decide what outlives a segment.
+
+    owns_inputs: nobody else holds the inputs (saved activations of a backward), so a segment ends where
+    enough of
+    them are dead, and they are freed there: activations shrink while gradients grow, as in eager.
+    """
+    program = Program(name, lowered, items, plan, owns_inputs=owns_inputs)
+    dying = _dying_inputs(lowered, plan) if owns_inputs else {}
     where: dict[int, int] = {}
+    dead = 0
     for k, item in enumerate(items):
+        last = program.steps[-1] if program.steps else None
         if isinstance(item, Call) and item.claim is None:
             program.steps.append(item)
-        elif program.steps and isinstance(program.steps[-1], Segment):
-            program.steps[-1].items.append(item)
+        elif isinstance(last, Segment) and dead < RELEASE_BYTES:
+            last.items.append(item)
         else:
             program.steps.append(Segment(sum(isinstance(s, Segment) for s in program.steps), [item]))
+            dead = 0
+        dead += dying.get(k, 0)
         where[k] = len(program.steps) - 1
+    program.where = where
     returned = {plan.find(v.buffer.name) for v in views(lowered.outputs)}
     position = {id(item): k for k, item in enumerate(items)}
     for step in program.steps:
@@ -116,6 +134,16 @@ def make_program(name: str, lowered: Lowered, items: list[Item], plan: Plan) -> 
                     spot = at + last - position[id(item)]
                     step.frees.setdefault(spot, []).append(b.name)
     return program
+
+
+def _dying_inputs(lowered: Lowered, plan: Plan) -> dict[int, int]:
+    """Bytes of inputs whose last use each item is."""
+    out: dict[int, int] = {}
+    for b in lowered.inputs:
+        if isinstance(b, Buffer) and b.name in plan.last_use and isinstance(b.nbytes, int):
+            k = plan.last_use[b.name]
+            out[k] = out.get(k, 0) + b.nbytes
+    return out
 
 
 def _indices(x: Any) -> list[Index]:
@@ -174,12 +202,11 @@ class Runner:
         self._inputs()
         self._take_arena()
         for name, buffer in self.lowered.buffers.items():
-            if not self.lowered.symbols.late(buffer.nbytes):
-                self._need(buffer)
             if buffer.kind == "constant":
                 self.names[name] = name
                 self.globals[name] = self.lowered.constants[name]
-        for step in self.program.steps:
+        last_step = self._last_steps()
+        for k, step in enumerate(self.program.steps):
             if isinstance(step, Segment):
                 for item in step.items:
                     for buffer in touched(item)[1]:
@@ -187,9 +214,28 @@ class Runner:
                 self._native(step)
             else:
                 self._extern(step)
+            self._release([n for n, last in last_step.items() if last == k])
         self._give_arena()
         self.lines.append(f"return ({''.join(self._output(o) + ', ' for o in self.lowered.outputs)})")
         return "def call(args):\n" + "\n".join("    " + line for line in self.lines) + "\n"
+
+    def _last_steps(self) -> dict[str, int]:
+        """The step after which nobody needs a tensor that Python holds: library results,
+        externs, owned inputs."""
+        kinds = ("library", "extern", "input") if self.program.owns_inputs else ("library", "extern")
+        steps = len(self.program.steps)
+        return {
+            name: self.program.where[item]
+            for name, item in self.plan.last_use.items()
+            if self.lowered.buffers[name].kind in kinds and self.program.where.get(item, steps) < steps - 1
+        }
+
+    def _release(self, roots: Sequence[str]) -> None:
+        returned = {self.names.get(self.plan.find(v.buffer.name)) for v in views(self.lowered.outputs)}
+        returned |= {f"arg{o[1]}" for o in self.lowered.outputs if isinstance(o, tuple)}
+        dead = [self.names[n] for n in roots if n in self.names and self.names[n] not in returned]
+        if dead:
+            self.lines.append(f"del {', '.join(dead)}")
 
     def _take_arena(self) -> None:
         if self.plan.offset:
