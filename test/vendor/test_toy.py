@@ -1,0 +1,175 @@
+"""An out-of-tree kernel vendor, as docs/adding_a_vendor.md tells it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toy
+
+from dicp.compiler import observe
+from dicp.config import Config
+from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
+
+HERE = Path(__file__).parent
+
+
+def r(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+def put(x, i, y):
+    x[i] = y
+    return x * 2
+
+
+def block(x, w, b):
+    return x + F.linear(F.gelu(F.layer_norm(x, (8,))), w, b).softmax(-1)
+
+
+CASES = {
+    "pointwise": (lambda x, y: torch.relu(x * y + 1) - y.exp(), r(3, 7), r(7)),
+    "rows": (lambda x: (x.softmax(1), x.sum(1), x.argmax(1), *torch.var_mean(x, 1)), r(4, 9)),
+    "columns": (lambda x: (x.mean(0), x.amax(0)), r(4, 9)),
+    "scans": (lambda x: (x.cumsum(1), x.cummax(0), x.logcumsumexp(1)), r(4, 9)),
+    "views": (lambda x, y: torch.cat([x, F.pad(y, (1, 1))], 1).roll(2, 1).tril(), r(4, 5), r(4, 2)),
+    "gather": (lambda w, i: F.embedding(i, w) + 1, r(9, 5), torch.tensor([[1, 8], [0, 3]])),
+    "scatter": (lambda x, i, y: x.index_add(0, i, y), r(9, 5), torch.tensor([1, 1, 3]), r(3, 5)),
+    "mutation": (put, r(9, 5), torch.tensor([3, 1]), r(2, 5)),
+    "libraries": (block, r(4, 8), r(8, 8), r(8)),
+    "bfloat16": (lambda x: x.softmax(1) * x, r(4, 9).bfloat16()),
+    "integers": (
+        lambda x, y: (x // y, x % y, x & y, x << 2, ~x, x > y),
+        torch.arange(-5, 5),
+        torch.arange(1, 11),
+    ),
+    "extern": (lambda x: torch.linalg.svdvals(x.exp()) + 1, r(4, 4)),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_eager(name: str, dynamic: bool) -> None:
+    fn, *args = CASES[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=toy.backend, dynamic=dynamic, fullgraph=True)
+    for _ in range(2):
+        mine, theirs = [a.clone() for a in args], [a.clone() for a in args]
+        got, want = compiled(*mine), fn(*theirs)
+        low = want.dtype == torch.bfloat16 if isinstance(want, torch.Tensor) else False
+        torch.testing.assert_close(got, want, rtol=2e-2 if low else 1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_trains() -> None:
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 2)
+    )
+    x, y = r(5, 6), torch.tensor([0, 1, 1, 0, 1])
+    F.cross_entropy(torch.compile(model, backend=toy.backend)(x), y).backward()
+    mine = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(mine, [p.grad for p in model.parameters()], rtol=1e-4, atol=1e-5)
+
+
+def test_index_out_of_range() -> None:
+    torch._dynamo.reset()
+    f = torch.compile(lambda w, i: F.embedding(i, w), backend=toy.backend)
+    with pytest.raises(IndexError, match=Path(__file__).name):
+        f(r(9, 5), torch.tensor([9]))
+
+
+def test_claims_become_library_calls_and_the_rest_kernels() -> None:
+    torch._dynamo.reset()
+    found = []
+    with observe(found.append):
+        torch.compile(block, backend=toy.backend)(r(4, 8), r(8, 8), r(8))
+    (program,) = [c.program for c in found]
+    assert [c.claim.name for c in program.library_calls] == ["addmm"] and not program.externs
+    assert "def " in program.sources["kernels.py"] and "torch.addmm(" in program.sources["call.py"]
+
+
+def test_spells_every_primitive() -> None:
+    """The word of each primitive names something torch has."""
+    for op in UNARY | BINARY | TERNARY:
+        word = toy.WORDS[op]
+        if word.startswith("torch."):
+            assert hasattr(torch, word.removeprefix("torch.").split("(")[0]), op
+
+
+def test_emitted_kernel_reads_like_the_kernel() -> None:
+    from lowered import compiled
+
+    (launch,) = compiled(lambda x: x.exp().sum(1), (4, 8)).launches
+    assert toy.emit(launch.kernel, "k") == textwrap.dedent("""\
+        def k(b0, b1, messages):
+            (i0, i1,) = grid(4, 8, )
+            v0 = load(b0, 8*i0 + 1*i1).to(torch.float32)
+            v1 = torch.exp(v0)
+            (r0,) = reduce(1, v1.expand(4, 8, ), 'sum')
+            store(b1, 1*i0, r0, (4, 8, ), 'set')
+        """)
+
+
+def test_masked_and_rounded_values_have_a_spelling() -> None:
+    x = Expr("load", ("b0", 0), torch.float32)
+    assert (
+        toy.spelled(Expr("round", (x, torch.bfloat16), torch.float32), {x: "v0"})
+        == "v0.to(torch.bfloat16).to(torch.float32)"
+    )
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """An environment in which a package `toy` with entry points is installed."""
+    info = folder / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[dicp.vendors]\ntoy = toy:vendor\n\n[torch_dynamo_backends]\ntoy = toy:backend\n"
+    )
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def test_installed_package_is_found_by_its_entry_points(tmp_path: Path) -> None:
+    code = """
+        import torch
+        assert "toy" in torch.compiler.list_backends()
+        from dicp import vendor
+        assert vendor.names() == sorted({*vendor.names(), "cpu_graph", "toy"}), vendor.names()
+        assert vendor.get("toy").available(None) is None
+        x = torch.randn(3, 5)
+        f = torch.compile(lambda x: x.softmax(1), backend="toy", options={"strict": True})
+        assert torch.allclose(f(x), x.softmax(1))
+        try:
+            torch._dynamo.reset()
+            torch.compile(lambda x: x + 1, backend="toy", options={"stric": True})(x)
+        except Exception as error:
+            assert "did you mean 'strict'" in str(error)
+        print("found")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=installed(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "found\n", done.stderr
+
+
+def test_config_reaches_the_vendor() -> None:
+    with pytest.raises(Exception, match="did you mean 'strict'"):
+        torch.compile(lambda x: x + 1, backend=toy.backend, options={"stric": True})(r(3))
+    assert Config.make("default", None).strict is False
