@@ -23,13 +23,14 @@ def compile_joint(
 
     def inner(role: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            if role == "forward":
+            effects = _has_effects(graph)
+            if role == "forward" and not effects:
                 _free_saved_strides(graph)
             elif role == "backward":
                 _saved_as_given(graph, inputs)
             compiled = compile_graph(graph, vendor, config, role)
             _count(compiled)
-            if role == "forward":
+            if role == "forward" and not effects:
                 compat.report_output_strides(output_strides(compiled))
             return compiled.call
 
@@ -43,6 +44,11 @@ def compile_joint(
         inference=inner("inference"),
         decompositions=decomposition_table(lambda op: False),
     )
+
+
+def _has_effects(graph: fx.GraphModule) -> bool:
+    """Whether ordered effects add tokens to the results, so that their positions are not AOTAutograd's."""
+    return any(n.op == "call_function" and str(n.target) == "with_effects" for n in graph.graph.nodes)
 
 
 def _free_saved_strides(graph: fx.GraphModule) -> None:

@@ -100,6 +100,7 @@ class _Lowering:
             str, fx.Node
         ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
         self.uses = _use_counts(gm)
+        self.shared = _returned_together(gm)
 
     # -- the walk ------------------------------------------------------------------------------------------
 
@@ -169,6 +170,9 @@ class _Lowering:
             return self._library(node, claim)
         row = table().get(node.target)
         if row is not None and _lowerable(node):
+            if _no_elements(val):
+                shape, dtype = self.meta(node)
+                return Value(shape, dtype, lambda idx: ex.const(0, dtype))
             args, kwargs = self._arguments(node)
             try:
                 result = row.lower(self, node, args, kwargs)
@@ -222,7 +226,7 @@ class _Lowering:
         loads = sum(e.op == "at" for e in nodes)
         work = ex.cost(expr)
         indirect = any(e.op == "check" for e in nodes)
-        if loads > MAX_LOADS or work > MAX_COST:
+        if loads > MAX_LOADS or work > MAX_COST or node in self.shared:
             return True
         if work > CHEAP_COST and self._broadcast(node, shape):
             return True
@@ -404,6 +408,8 @@ class _Lowering:
         mode: str,
         unique: bool = False,
     ) -> Value:
+        if 0 in extent:  # nothing to write
+            return base
         idx = self._vars(extent)
         target, expr = fn(idx)
         base_buffer = self._scatter_base(base)
@@ -649,6 +655,13 @@ class _Lowering:
         return View(buffer, shape, strides if not free else order)
 
 
+def _returned_together(gm: fx.GraphModule) -> set[fx.Node]:
+    """Tensors that several results are views of: those share memory, as in eager."""
+    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    roots = [_view_root(r) for r in results if isinstance(r, fx.Node)]
+    return {r for r in roots if roots.count(r) > 1}
+
+
 def _view_root(node: fx.Node) -> fx.Node:
     """The node whose memory eager's result shares, going back through views."""
     while (
@@ -660,6 +673,10 @@ def _view_root(node: fx.Node) -> fx.Node:
     ):
         node = node.args[0]
     return node
+
+
+def _no_elements(val: Any) -> bool:
+    return isinstance(val, torch.Tensor) and any(isinstance(n, int) and n == 0 for n in val.shape)
 
 
 def _shape_env(gm: fx.GraphModule) -> Any | None:

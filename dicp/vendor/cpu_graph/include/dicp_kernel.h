@@ -110,6 +110,22 @@ template <class V> DICP_INLINE V log_add_exp(V a, V b) {
   return where(eq(top, low), top + splat_like(top, 0.6931471805599453), top + log1p(exp(low - top)));
 }
 
+// Integer powers, wrapping. A negative exponent gives 0, but 1 for a base of 1 and +-1 for a base of -1, as eager.
+template <class T> inline T pow_one(T base, T exponent) {
+  if (exponent < 0) return base == 1 ? T(1) : base == -1 ? (exponent % 2 ? T(-1) : T(1)) : T(0);
+  T out = 1;
+  for (; exponent; exponent >>= 1) {
+    if (exponent & 1) out *= base;
+    base *= base;
+  }
+  return out;
+}
+template <class A, class B> DICP_INLINE auto pow_int(A x, B y) {
+  using V = common<A, B>;
+  if constexpr (is_vec<V>) return each_lane([](auto a, auto b) { return pow_one(a, b); }, cast<V>(x), cast<V>(y));
+  else return pow_one<V>(x, y);
+}
+
 // The inverse of erf: Winitzki's approximation, then Newton steps on erf or (towards 1) on erfc, in double.
 inline double erfinv_f64(double x) {
   const double a = x < 0 ? -x : x;

@@ -321,13 +321,15 @@ template <class A, class B> DICP_INLINE auto shr(A x, B y) {
 }
 
 // gcd, lcm
-template <class T> DICP_INLINE T gcd_int(T a, T b) {
-  while (b != 0) {
-    T r = a - div_int(a, b) * b;
-    a = b;
-    b = r;
+template <class T> DICP_INLINE T gcd_int(T a, T b) {  // the smallest integer stays negative, as in eager
+  a = abs(a);
+  b = abs(b);
+  while (a != 0) {
+    T c = a;
+    a = b - div_int(b, a) * a;
+    b = c;
   }
-  return abs(a);
+  return b;
 }
 template <class A, class B> DICP_INLINE auto gcd(A x, B y) {
   using V = common<A, B>;
