@@ -127,11 +127,11 @@ def make_program(
             for b in item.outputs:
                 if b is None or b.kind != "library":
                     continue
-                last = plan.last_use.get(b.name, position[id(item)])
-                if b.name in returned or where.get(last, -1) != where[position[id(item)]]:
+                final = plan.last_use.get(b.name, position[id(item)])
+                if b.name in returned or where.get(final, -1) != where[position[id(item)]]:
                     step.kept.append(b.name)
                 else:
-                    spot = at + last - position[id(item)]
+                    spot = at + final - position[id(item)]
                     step.frees.setdefault(spot, []).append(b.name)
     return program
 
