@@ -194,7 +194,7 @@ def compare(
             why = reference.judge(a, e, "leaves", i, kind)
             if why is not None:
                 return Mismatch("value", f"result {i}: {why}")
-    if _aliases(actual) != _aliases(eager):
+    if op.name not in opdb.UNSPECIFIED_ALIASING and _aliases(actual) != _aliases(eager):
         return Mismatch(
             "alias", f"(result, of, number, offset): compiled {_aliases(actual)}, eager {_aliases(eager)}"
         )
