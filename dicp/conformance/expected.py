@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-_STRIDES = (
-    "the traced strides differ from eager's for transposed operands, and a compiled result has "
-    "the traced ones, as under Inductor"
-)
-_TRACED_STRIDES = (
-    "copysign",
-    "div.floor_rounding",
-    "floor_divide",
-    "logical_xor",
-    "nn.functional.batch_norm",
-)
-
 EXPECTED_FAILURES: dict[str, dict[str, dict[frozenset[str], str]]] = {
-    "dicp_cpu": {op: {frozenset(["float32"]): _STRIDES} for op in _TRACED_STRIDES},
+    "dicp_cpu": {},
 }
 
 

@@ -33,7 +33,7 @@ UNDEFINED_VALUES = frozenset(
 # Converting a NaN, an infinity or an out-of-range float to an integer is undefined in C++, in eager too.
 UNDEFINED_ON_SPECIAL = frozenset({"byte", "char", "int", "long", "short", "to"})
 
-# "Unsafe" says it: whether their results share memory is left open, and functionalization takes them for copies.
+# "Unsafe" says it: whether results share memory is left open, and functionalization takes them for copies.
 UNSPECIFIED_ALIASING = frozenset({"unsafe_chunk", "unsafe_split"})
 
 
