@@ -676,7 +676,7 @@ def _view_root(node: fx.Node) -> fx.Node:
 
 
 def _no_elements(val: Any) -> bool:
-    return isinstance(val, torch.Tensor) and any(isinstance(n, int) and n == 0 for n in val.shape)
+    return isinstance(val, torch.Tensor) and all(isinstance(n, int) for n in val.shape) and 0 in val.shape
 
 
 def _shape_env(gm: fx.GraphModule) -> Any | None:
