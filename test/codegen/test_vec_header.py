@@ -34,6 +34,7 @@ remainder div_floor div_trunc""".split()
 TESTS = "isnan isinf isfinite signbit".split()
 COMPARE = "lt le gt ge eq ne".split()
 INT_UNARY = "abs neg sign bnot".split()
+DTYPE = {32: torch.int32, 64: torch.int64}
 INT_BINARY = "div_trunc div_floor remainder shl shr gcd lcm maximum minimum band bor bxor".split()
 STORAGE = "float double bf16 half int8_t uint8_t int16_t int32_t int64_t bool".split()
 COMPUTE = "float double int32_t int64_t bool".split()
@@ -355,7 +356,9 @@ def reference_int(name: str, a: int, b: int, bits: int) -> int:
     """What the header promises: wrapping overflow, 0 for a zero divisor, torch's rule for wide shifts."""
     fits = 0 <= b < bits
     quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1) if b else 0
-    per_gcd = wrapped(a // (math.gcd(a, b) or 1), bits)
+    # eager's Euclid wraps: beside the smallest integer the answer may be negative
+    gcd = int(torch.gcd(torch.tensor(a, dtype=DTYPE[bits]), torch.tensor(b, dtype=DTYPE[bits])))
+    per_gcd = wrapped(int(math.copysign(1, a)) * int(math.copysign(1, gcd)) * (abs(a) // (abs(gcd) or 1)), bits)
     return wrapped(
         {
             "div_trunc": quotient,
@@ -363,7 +366,7 @@ def reference_int(name: str, a: int, b: int, bits: int) -> int:
             "remainder": a % b if b else 0,
             "shl": a << b if fits else 0,
             "shr": a >> (b if fits else bits - 1),
-            "gcd": math.gcd(a, b),
+            "gcd": gcd,
             "lcm": abs(wrapped(per_gcd * b, bits)),
             "maximum": max(a, b),
             "minimum": min(a, b),
