@@ -305,6 +305,22 @@ def programs(name: str) -> list[tuple[Program, list[Any], list[Any]]]:
         return found
 
 
+@functools.cache
+def interpreted(
+    name: str,
+) -> list[tuple[Launch, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, int]]]:
+    """Each launch of a case with its memory before (guarded) and after, and the sizes."""
+    found = []
+    for program, given, _ in programs(name):
+        memory = Memory(program, given)
+        for launch in program.launches:
+            state = memory.bind(launch)
+            before = guarded(state)
+            run_kernel(launch.kernel, state, memory.sizes)
+            found.append((launch, before, {n: t.clone() for n, t in state.items()}, dict(memory.sizes)))
+    return found
+
+
 def function_name(launch: Launch) -> str:
     return f"{launch.kernel.name}_{launch.kernel.digest}"
 
@@ -357,6 +373,12 @@ def call(launch: Launch, isa: str, memory: dict[str, torch.Tensor], sizes: dict[
         *(ctypes.cast(a, ctypes.c_void_p) if hasattr(a, "_obj") else a for a in args)
     )
     return error.value
+
+
+def copies(memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies; buffers that were one stay one."""
+    made = {id(t): t.clone() for t in memory.values()}
+    return {name: made[id(t)] for name, t in memory.items()}
 
 
 def guarded(memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -417,13 +439,8 @@ def test_interpreted_kernels_agree_with_eager(name: str) -> None:
 def test_generated_kernels_agree_with_interpreted(name: str, isa: str) -> None:
     if not supported(isa):
         pytest.skip(f"this machine has no {isa}")
-    for program, given, _ in programs(name):
-        memory = Memory(program, given)
-        for launch in program.launches:
-            state = memory.bind(launch)
-            before = guarded(state)
-            run_kernel(launch.kernel, state, memory.sizes)
-            check_launch(launch, isa, before, state, memory.sizes)
+    for launch, before, after, sizes in interpreted(name):
+        check_launch(launch, isa, before, after, sizes)
 
 
 def check_launch(
@@ -433,8 +450,7 @@ def check_launch(
     after: dict[str, torch.Tensor],
     sizes: dict[str, int],
 ) -> None:
-    mine = {name: t.clone() for name, t in before.items()}
-    mine = {n: next(mine[m] for m in before if before[m] is before[n]) for n in before}
+    mine = copies(before)
     assert call(launch, isa, mine, sizes) == 0
     for p in launch.kernel.params:
         close(mine[p.name][:-GUARD], after[p.name], f"{p.name} of {launch.kernel.name}")
@@ -446,7 +462,7 @@ def check_launch(
             a, b = before[out], before[source]
             if a is b or a.numel() != b.numel() or a.dtype.itemsize != b.dtype.itemsize:
                 continue
-            shared = {name: t.clone() for name, t in before.items()}
+            shared = copies(before)
             shared[out] = shared[source].view(a.dtype)
             assert call(launch, isa, shared, sizes) == 0
             close(shared[out][:-GUARD], after[out], f"{out} in place of {source} of {launch.kernel.name}")

@@ -169,6 +169,31 @@ def test_installed_package_is_found_by_its_entry_points(tmp_path: Path) -> None:
     assert done.stdout == "found\n", done.stderr
 
 
+@pytest.mark.slow
+def test_conformance_suite_takes_it_by_name(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "dicp.conformance",
+            "--vendor",
+            "toy",
+            "--ops",
+            "^(erf|amax)$",
+            "--dtypes",
+            "float32",
+        ],
+        env=installed(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "backend toy" in done.stdout and " 0 fail," in done.stdout, done.stdout
+
+
 def test_config_reaches_the_vendor() -> None:
     with pytest.raises(Exception, match="did you mean 'strict'"):
         torch.compile(lambda x: x + 1, backend=toy.backend, options={"stric": True})(r(3))

@@ -160,7 +160,7 @@ CLAIMS = {op: Claim(op._opname, emit_out, out=True) for op in MATMULS}
 class Toy:
     """See dicp.vendor.base.Vendor."""
 
-    name, device = "toy", "cpu"
+    name, device, backend = "toy", "cpu", "toy"
 
     def available(self, config: Any) -> str | None:
         return None
