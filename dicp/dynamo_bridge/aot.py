@@ -42,7 +42,7 @@ def compile_joint(
         forward=inner("forward"),
         backward=inner("backward"),
         inference=inner("inference"),
-        decompositions=decomposition_table(lambda op: False),
+        decompositions=decomposition_table(vendor.keeps),
     )
 
 

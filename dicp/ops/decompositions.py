@@ -1,7 +1,8 @@
 """Which aten ops AOTAutograd takes apart before we see them, and into what.
 
-The set is torch's own core decompositions, plus the few of EXTRA, minus what the op table lowers directly,
-minus the ops libraries serve, minus what the vendor keeps. torch's tables are read, never changed.
+The set is torch's own core decompositions, plus the few of EXTRA, minus what the vendor keeps, minus (for a
+kernel vendor) what the op table lowers directly, minus the random ops, whose numbers are eager's only when
+they are drawn whole. torch's tables are read, never changed.
 """
 
 from __future__ import annotations
@@ -27,17 +28,33 @@ EXTRA = """addmv lift lift_fresh native_batch_norm _native_batch_norm_legit _bat
     prelu relu6 var std var_mean std_mean special_ndtr special_erfcx view_copy permute_copy""".split()
 
 
+# Rows without a rule that are made of others: taken apart for a vendor that does not keep them.
+OPENED = frozenset("addmm baddbmm _addmm_activation".split())
+
+
 def decomposition_table(
-    keep: Callable[[OpOverload], bool] = lambda op: False,
+    keeps: Callable[[OpOverload], bool] = lambda op: False, kernels: bool = True
 ) -> dict[OpOverload, Decomposition]:
-    """The decompositions to hand to AOTAutograd. `keep`: ops that the vendor takes whole."""
+    """The decompositions to hand to AOTAutograd.
+
+    keeps: ops that the vendor takes whole. kernels: whether an op with a row of the op table stays whole,
+    since it becomes kernels, or a library or extern call.
+    """
     rows, core = table(), compat.core_decompositions()
     out: dict[OpOverload, Decomposition] = {}
-    for op, fn in compat.torch_decompositions().items():
-        wanted = isinstance(op, OpOverload) and (op in core or op._opname in EXTRA)
-        if wanted and op not in rows and not keep(op):  # type: ignore[arg-type]
-            out[op] = fn  # type: ignore[index]
-    return out | {op: fn for op, fn in own_decompositions().items() if op not in out and not keep(op)}
+    for op, fn in (compat.torch_decompositions() | own_decompositions()).items():
+        if not isinstance(op, OpOverload) or keeps(op):
+            continue
+        row = rows.get(op)
+        if row is None:
+            wanted = op in core or op._opname in EXTRA or op in own_decompositions()
+        elif row.rule is None:
+            wanted = op._opname in OPENED
+        else:
+            wanted = not kernels and op in core
+        if wanted:
+            out[op] = fn
+    return out
 
 
 def own_decompositions() -> dict[OpOverload, Decomposition]:

@@ -44,6 +44,9 @@ class Vendor(Protocol):
     def supports(self, target: Any, node: fx.Node) -> bool:
         """Whether a dicp::* op may be formed for this node by a rewrite pass."""
 
+    def keeps(self, op: Any) -> bool:
+        """Whether it has a claim for this op (an OpOverload), so that it is not decomposed on the way."""
+
     def claim(self, node: fx.Node) -> Claim | None:
         """The library call for a node, or None."""
 

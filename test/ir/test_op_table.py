@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dicp.ir.expr import index_value
 from dicp.ir.value import Value
-from dicp.ops.decompositions import decomposition_table
+from dicp.ops.decompositions import OPENED, decomposition_table
 from dicp.ops.reference import Reference, run
 from dicp.ops.table import Declined, Row, table
 
@@ -399,8 +399,19 @@ class TestTable:
         kept = aten.nll_loss_forward.default
         assert kept in decomposition_table()
         given = decomposition_table(lambda op: op is kept)
-        assert kept not in given and not set(given) & set(table())
-        assert aten.baddbmm.default not in given and aten.native_dropout.default not in given
+        assert kept not in given
+        assert {op._opname for op in set(given) & set(table())} == OPENED
+        assert aten.native_dropout.default not in given
+
+    def test_a_product_with_more_to_it_opens_unless_the_vendor_keeps_it(self) -> None:
+        assert aten.addmm.default in decomposition_table()
+        assert aten.addmm.default not in decomposition_table(lambda op: op is aten.addmm.default)
+
+    def test_a_vendor_without_kernels_gets_the_core_set_but_what_it_keeps(self) -> None:
+        given = decomposition_table(lambda op: op is aten._softmax.default, kernels=False)
+        assert aten.gelu_backward.default in given and aten._softmax.default not in given
+        assert aten.gelu_backward.default not in decomposition_table()
+        assert aten.bernoulli.default not in given
 
     def test_declined_says_why(self) -> None:
         with pytest.raises(Declined, match="complex64"):

@@ -24,6 +24,11 @@ class CpuGraph:
 
         return supports(target, node)
 
+    def keeps(self, op: Any) -> bool:
+        from dicp.vendor.cpu_graph.claims import keeps
+
+        return keeps(op)
+
     def claim(self, node: fx.Node) -> Claim | None:
         from dicp.vendor.cpu_graph.claims import claim_for
 

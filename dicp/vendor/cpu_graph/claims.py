@@ -549,6 +549,11 @@ def _topk(node: fx.Node) -> Claim | None:
     return Claim("topk", emit)
 
 
+def keeps(op: Any) -> bool:
+    """Whether some use of the op is claimed."""
+    return op in _table()
+
+
 def supports(target: Any, node: fx.Node) -> bool:
     """Whether a dicp::* op may replace `node` and what feeds it."""
     dtype = _dtype(node)

@@ -36,6 +36,11 @@ class CudaGraph:
 
         return supports(target, node)
 
+    def keeps(self, op: Any) -> bool:
+        from dicp.vendor.cuda_graph.claims import keeps
+
+        return keeps(op)
+
     def claim(self, node: fx.Node) -> Claim | None:
         from dicp.vendor.cuda_graph.claims import claim_for
 

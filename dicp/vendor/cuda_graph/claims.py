@@ -42,6 +42,11 @@ def claim_for(node: fx.Node) -> Claim | None:
     return make(node) if make is not None else None
 
 
+def keeps(op: Any) -> bool:
+    """Whether some use of the op is claimed."""
+    return op in _table()
+
+
 def supports(target: Any, node: fx.Node) -> bool:
     """Whether a dicp::* call may be formed. Products do not: kernels fuse what follows them."""
     if target is torch.ops.dicp.attention.default:

@@ -153,8 +153,7 @@ def emit_out(writer: ToyRunner, call: Call) -> None:
     writer.lines.append(f"torch.{call.node.target._opname}({', '.join(args)})")
 
 
-MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
-CLAIMS = {op: Claim(op._opname, emit_out, out=True) for op in MATMULS}
+CLAIMS = {op: Claim(op._opname, emit_out, out=True) for op in (aten.mm.default, aten.bmm.default)}
 
 
 class Toy:
@@ -167,6 +166,9 @@ class Toy:
 
     def supports(self, target: Any, node: fx.Node) -> bool:
         return False
+
+    def keeps(self, op: Any) -> bool:
+        return op in CLAIMS
 
     def claim(self, node: fx.Node) -> Claim | None:
         return CLAIMS.get(node.target)
