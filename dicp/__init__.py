@@ -7,7 +7,13 @@ import types
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "explain"]
+__all__ = ["__version__", "backend", "explain"]
+
+
+def backend(vendor: Any) -> Any:
+    """The backend of a vendor: `torch.compile(model, backend=dicp.backend("toy"))`. `vendor`: the name of an
+    installed one, or the vendor itself. Raises DicpError, naming near matches."""
+    return importlib.import_module("dicp.dynamo_bridge.backend").backend_for(vendor)
 
 
 class _Package(types.ModuleType):

@@ -22,14 +22,19 @@ def names() -> list[str]:
     return sorted(_entries())
 
 
-@functools.cache
-def get(name: str) -> Any:
-    """A vendor by name. Raises DicpError naming near matches."""
+def find(name: str) -> EntryPoint:
+    """Where a vendor is loaded from. Raises DicpError naming near matches."""
     if name not in _entries():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise DicpError(f"no vendor {name!r}", todo=f"{hint}installed: {', '.join(names()) or 'none'}")
-    return _entries()[name].load()
+    return _entries()[name]
+
+
+@functools.cache
+def get(name: str) -> Any:
+    """A vendor by name, loaded. Raises DicpError naming near matches."""
+    return find(name).load()
 
 
 def for_device(device: str) -> Any:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import toy
 
+import dicp
 from dicp.compiler import observe
 from dicp.config import Config
 from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
@@ -151,6 +153,15 @@ def test_installed_package_is_found_by_its_entry_points(tmp_path: Path) -> None:
         x = torch.randn(3, 5)
         f = torch.compile(lambda x: x.softmax(1), backend="toy", options={"strict": True})
         assert torch.allclose(f(x), x.softmax(1))
+        import dicp
+        assert dicp.backend("toy") is dicp.backend("toy")
+        torch._dynamo.reset()
+        f = torch.compile(lambda x: x.softmax(1), backend=dicp.backend("toy"), options={"strict": True})
+        assert torch.allclose(f(x), x.softmax(1))
+        try:
+            dicp.backend("toi")
+        except dicp.errors.DicpError as error:
+            assert "did you mean 'toy'" in str(error)
         try:
             torch._dynamo.reset()
             torch.compile(lambda x: x + 1, backend="toy", options={"stric": True})(x)
@@ -192,6 +203,17 @@ def test_conformance_suite_takes_it_by_name(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "backend toy" in done.stdout and " 0 fail," in done.stdout, done.stdout
+
+
+class Absent(toy.Toy):
+    def available(self, config: Any) -> str | None:
+        return "plug it in"
+
+
+def test_a_vendor_that_cannot_run_says_so() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="toy cannot run here: plug it in"):
+        torch.compile(lambda x: x + 1, backend=dicp.backend(Absent()))(r(3))
 
 
 def test_config_reaches_the_vendor() -> None:

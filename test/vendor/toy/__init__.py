@@ -4,12 +4,13 @@ Python function over flat tensors that computes every point of the iteration spa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+import dicp
 from dicp.ir import index as ix
 from dicp.ir.expr import BINARY, UNARY, Expr, walk
 from dicp.ir.index import Index
@@ -159,7 +160,7 @@ CLAIMS = {op: Claim(op._opname, emit_out, out=True) for op in (aten.mm.default, 
 class Toy:
     """See dicp.vendor.base.Vendor."""
 
-    name, device, backend = "toy", "cpu", "toy"
+    name, device = "toy", "cpu"
 
     def available(self, config: Any) -> str | None:
         return None
@@ -188,12 +189,4 @@ class Toy:
 
 
 vendor = Toy()
-
-
-def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
-    """`torch.compile(backend="toy", mode=..., options=...)`."""
-    from dicp.config import Config
-    from dicp.dynamo_bridge.aot import compile_joint
-
-    config = Config.make(given.get("mode"), given.get("options"))
-    return compile_joint(gm, example_inputs, vendor, config)
+backend = dicp.backend(vendor)
