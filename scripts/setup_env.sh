@@ -23,7 +23,12 @@ usable_python() {  # usable_python <program>: a Python 3.11 or 3.12 that can mak
 
 find_python() {
   local p
-  for p in ${DICP_PYTHON:-} python3.12 python3.11 python3 python; do
+  if [ -n "${DICP_PYTHON:-}" ]; then
+    usable_python "$DICP_PYTHON" || die "DICP_PYTHON=$DICP_PYTHON is no Python 3.11 or 3.12 with the venv module"
+    echo "$DICP_PYTHON"
+    return
+  fi
+  for p in python3.12 python3.11 python3 python; do
     if usable_python "$p"; then echo "$p"; return; fi
   done
   die "no Python 3.11 or 3.12 with the venv module found. Install one (Debian, Ubuntu: apt-get install python3 python3-venv;" \
@@ -47,7 +52,22 @@ fingerprint() {  # of all that decides what gets installed
   { cat setup.py pyproject.toml scripts/setup_env.sh; echo "$torch_spec" "$PWD"; } | cksum
 }
 
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo "no working Python"; }
+
+check_venv() {  # an environment that is there already is not torn down for another Python
+  local has asked
+  has="$(version_of "$venv/bin/python")"
+  asked="$(version_of "${DICP_PYTHON:-$venv/bin/python}")"
+  case "$has" in
+    3.11|3.12) ;;
+    *) die "$venv holds $has, not Python 3.11 or 3.12: remove it, or name another place in DICP_VENV" ;;
+  esac
+  [ "$has" = "$asked" ] ||
+    die "$venv holds Python $has, DICP_PYTHON=$DICP_PYTHON is $asked: remove it, or name another place in DICP_VENV"
+}
+
 need_compiler
+if [ -x "$venv/bin/python" ] || [ -L "$venv/bin/python" ]; then check_venv; fi
 want="$(fingerprint)"
 if [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   exit 0
