@@ -105,7 +105,7 @@ def _check_structure(gm: GraphModule) -> None:
         raise VerifyError(f"the graph is malformed: {error}") from error
     body_began = False
     outputs = [n for n in gm.graph.nodes if n.op == "output"]
-    if len(outputs) != 1 or next(reversed(gm.graph.nodes)) is not outputs[0]:
+    if len(outputs) != 1 or next(iter(reversed(gm.graph.nodes))) is not outputs[0]:
         raise VerifyError(f"the graph needs one output, at its end; it has {len(outputs)}")
     for node in gm.graph.nodes:
         if node.op == "placeholder" and body_began:

@@ -146,7 +146,7 @@ def base_of(node: Node) -> Node:
 
 def outputs_of(graph: Graph) -> list[Node]:
     """The nodes the graph returns."""
-    results = next(reversed(graph.nodes)).all_input_nodes
+    results = next(iter(reversed(graph.nodes))).all_input_nodes
     return list(results)
 
 

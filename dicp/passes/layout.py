@@ -97,7 +97,7 @@ def _may_pay(gm: GraphModule, costs: LayoutCosts) -> bool:
         inputs = _conv_inputs(node)
         if inputs and _wants_channels_last(node, costs):
             bound += _gain(node, node.args[inputs[0]], node.args[_weight_index(node)], costs)
-    results = next(reversed(gm.graph.nodes)).args[0]
+    results = next(iter(reversed(gm.graph.nodes))).args[0]
     for i, node in enumerate(results if isinstance(results, (list, tuple)) else [results]):
         if (
             isinstance(node, Node)
