@@ -15,12 +15,15 @@ from dicp.ir.verify import verify
 from dicp.ops.library import register
 from dicp.passes import run_passes
 from dicp.runtime.dump import Dump
+from dicp.runtime.parts import assemble_parts
 from dicp.runtime.program import Program, make_program
 from dicp.runtime.progress import Progress
 from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import build_kernels
 from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
+from dicp.schedule.partition import partition
+from dicp.vendor.base import takes_graphs
 
 _numbers = itertools.count()
 _observers: list[Callable[[Compiled], None]] = []
@@ -38,7 +41,7 @@ class Compiled:
 
 
 def compile_graph(gm: fx.GraphModule, vendor: Any, config: Any, role: str = "inference") -> Compiled:
-    """Compile an aten graph (functional, with fake values in meta["val"]) for a kernel vendor.
+    """Compile an aten graph (functional, with fake values in meta["val"]) for a vendor.
 
     role: inference, forward or backward, for names and reports.
     Raises UnsupportedOp (strict mode), BuildError, ToolchainError, VerifyError.
@@ -63,6 +66,12 @@ def _compile(
         gm = run_passes(gm, vendor, config, dump.on_pass)
     if config.verify:
         verify(gm)
+    if takes_graphs(vendor):
+        with step("partition"):
+            parts = partition(gm, lambda node: vendor.supports(node.target, node))
+        with step("build"):
+            program, call = assemble_parts(name, gm, parts, vendor, config)
+        return _done(Compiled(name, role, call, program, seconds), dump)
     with step("lower"):
         lowered = lower(gm, vendor, config)
     dump.definitions("20_lowered", lowered)
@@ -77,8 +86,11 @@ def _compile(
     dump.plan("40_memory", program)
     with step("build"):
         call = vendor.assemble(program, config)
-    dump.sources(program)
-    compiled = Compiled(name, role, call, program, seconds)
+    return _done(Compiled(name, role, call, program, seconds), dump)
+
+
+def _done(compiled: Compiled, dump: Dump) -> Compiled:
+    dump.sources(compiled.program)
     dump.done(compiled)
     return compiled
 

@@ -14,6 +14,7 @@ from dicp.compiler import Compiled, compile_graph
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes.layout import FREE_OUTPUTS, repropagate
 from dicp.schedule.defs import View
+from dicp.vendor.base import takes_graphs
 
 
 def compile_joint(
@@ -42,7 +43,7 @@ def compile_joint(
         forward=inner("forward"),
         backward=inner("backward"),
         inference=inner("inference"),
-        decompositions=decomposition_table(vendor.keeps),
+        decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
     )
 
 

@@ -15,6 +15,7 @@ from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_pure, mutated_arguments, value_of
+from dicp.vendor.base import takes_graphs
 
 CHANNELS_LAST = (0, 2, 3, 1)
 """Dims from outermost to innermost in memory: the value of `node.meta["dicp_layout"]`."""
@@ -66,6 +67,8 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
     The decision is one for the whole graph. Every computed 4-D value whose order changed, and every copy into
     it, has `meta["dicp_layout"]`.
     """
+    if takes_graphs(vendor):  # a toolchain that sees the graph chooses its own layouts
+        return gm
     register()
     if not any(_conv_inputs(n) for n in gm.graph.nodes):
         return gm

@@ -64,12 +64,25 @@ class GraphVendor(Protocol):
     name: str
     device: str
 
-    def available(self, config: Any) -> str | None: ...
+    def available(self, config: Any) -> str | None:
+        """As for a kernel vendor."""
 
-    def supports_node(self, node: fx.Node) -> bool:
-        """Whether the toolchain can take this node. The rest runs in eager PyTorch, counted as extern."""
+    def keeps(self, op: Any) -> bool:
+        """Whether the toolchain takes this op (an OpOverload) whole. What it does not keep is decomposed,
+        where torch has a decomposition to its core ops."""
 
-    def fingerprint(self) -> str: ...
+    def supports(self, target: Any, node: fx.Node) -> bool:
+        """Whether the toolchain takes this call, in or out of the graph: a pass asks it before it forms a
+        dicp::* op. The rest runs in eager PyTorch, counted as extern."""
 
-    def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., Any]:
-        """Compile a graph all of whose nodes are supported."""
+    def fingerprint(self) -> str:
+        """As for a kernel vendor."""
+
+    def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., Sequence[Any]]:
+        """Compile a graph of supported calls: the function that takes the graph's inputs as arguments and
+        gives its results, in memory that is neither an input's nor another result's."""
+
+
+def takes_graphs(vendor: Any) -> bool:
+    """Whether a vendor is a GraphVendor."""
+    return hasattr(vendor, "build")
