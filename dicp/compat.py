@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._guards import detect_fake_mode as _detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true as _statically_known_true
+
+from dicp.autoload import ARTIFACT, register_artifact
 
 __all__ = ["FakeTensor", "FakeTensorMode", "fake_mode_of", "known_equal", "quiet_shapes", "size_hint"]
 
@@ -91,6 +94,13 @@ def core_decompositions() -> set[object]:
     return set(_core_aten_decompositions_post_autograd())
 
 
+def higher_order_name(target: Any) -> str | None:
+    """The name under torch.ops.higher_order, None for anything else."""
+    from torch._ops import HigherOrderOperator
+
+    return target.name() if isinstance(target, HigherOrderOperator) else None
+
+
 def counters() -> Any:
     """torch's counters of this backend: torch._dynamo.utils.counters["dicp"]."""
     from torch._dynamo.utils import counters as all_counters
@@ -99,20 +109,116 @@ def counters() -> Any:
 
 
 def aot_compile(
-    gm: Any, example_inputs: Any, *, forward: Any, backward: Any, inference: Any, decompositions: Any
+    gm: Any,
+    example_inputs: Any,
+    *,
+    forward: Any,
+    backward: Any,
+    inference: Any,
+    decompositions: Any,
+    tag: str | None = None,
 ) -> Any:
-    """AOTAutograd with the min-cut partitioner; mutated inputs stay copy_ nodes of the graphs."""
+    """AOTAutograd with the min-cut partitioner; mutated inputs stay copy_ nodes of the graphs.
+
+    tag: the compilers return what `output_code` is the base of, and AOTAutograd's cache is used; its key
+    has the tag in it.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        decompositions=decompositions,
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )(gm, example_inputs)
+    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
+    with ExitStack() as stack:
+        if tag is not None:
+            from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+
+            compilers = {k: SerializableAOTDispatchCompiler(output_code(), c) for k, c in compilers.items()}
+            stack.enter_context(_caching(tag))
+        return aot_autograd(
+            **compilers,
+            decompositions=decompositions,
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+@contextmanager
+def _caching(tag: str) -> Iterator[None]:
+    """The settings that AOTAutograd's cache is used under; they hold for this thread alone."""
+    from torch._functorch import config
+
+    settings = {
+        "bundled_autograd_cache": True,  # the result itself, not a key of Inductor's cache
+        # Dynamo's package is saved as it is then: no backward could be added to it later
+        "force_non_lazy_backward_lowering": config.force_non_lazy_backward_lowering
+        or torch._dynamo.config.caching_precompile,
+    }
+    user = torch.compiler.config.cache_key_tag
+    with config.patch(settings), torch.compiler.config.patch(cache_key_tag=f"{user}{tag}"):
+        yield
+
+
+def output_code() -> type:
+    """The base class of what an inner compiler returns when AOTAutograd is to store it."""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def must_save() -> bool:
+    """Whether torch is compiling for a file (`aot_compile`)."""
+    from torch._functorch import config
+
+    return bool(config.force_autograd_cache and config.bundled_autograd_cache)
+
+
+def bypass_cache(reason: str) -> NoReturn:
+    """Tell AOTAutograd's cache, while it saves a result, that this one is not to be stored."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    raise BypassAOTAutogradCache(reason)
+
+
+def record_artifact(key: str, content: bytes) -> None:
+    """Have `torch.compiler.save_cache_artifacts` carry this entry of the build cache."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    register_artifact()
+    CacheArtifactManager.record_artifact(ARTIFACT, key, content)
+
+
+_late = threading.local()
+
+
+def bundling() -> bool:
+    """Whether this thread is inside `aot_compile` with a tag."""
+    from torch._functorch import config
+
+    return bool(config.bundled_autograd_cache)
+
+
+def begin_bundling() -> None:
+    """AOTAutograd's cache stores bundled results in this thread, until `end_bundling`."""
+    from torch._functorch import config
+
+    end_bundling()
+    _late.settings = config.patch(bundled_autograd_cache=True)
+    _late.settings.__enter__()
+
+
+def end_bundling() -> None:
+    """Undo `begin_bundling`; nothing where there was none."""
+    settings = getattr(_late, "settings", None)
+    if settings is not None:
+        _late.settings = None
+        settings.__exit__(None, None, None)
+
+
+def recompile_reason() -> str | None:
+    """Which guard failed, and on which values, where Dynamo compiles a function again; else None."""
+    from torch._dynamo.utils import get_metrics_context
+
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    return None if reason is None else str(reason)
 
 
 def report_output_strides(strides: list[Any]) -> None:
@@ -123,6 +229,17 @@ def report_output_strides(strides: list[Any]) -> None:
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None and not context.output_strides:
         context.output_strides.extend(strides)
+
+
+def donate_nothing() -> None:
+    """Say of the forward being compiled that its backward overwrites none of the saved values: AOTAutograd
+    would refuse `retain_graph=True` for good, once a backward (in the process that filled a cache, say) went
+    without."""
+    from torch._guards import TracingContext
+
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
 
 
 def visible_outputs() -> int | None:

@@ -105,6 +105,11 @@ def observe(observer: Callable[[Compiled], None]) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def watched() -> bool:
+    """Whether somebody observes compiles, so that results must come from one and not from a cache."""
+    return bool(_observers)
+
+
 def _timer(
     seconds: dict[str, float], progress: Progress
 ) -> Callable[[str], contextlib.AbstractContextManager[None]]:

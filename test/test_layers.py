@@ -31,6 +31,7 @@ FOLDERS = ("dicp.vendor.cpu_graph", "dicp.vendor.cuda_graph")
 # (importer, imported): why a line may point up.
 EXCEPTIONS = {
     ("dicp", "dicp.explain"): "a property: loaded when the user calls dicp.explain",
+    ("dicp.autoload", "dicp.runtime.artifact"): "loaded when torch hands a saved artifact back",
     ("dicp.info", "dicp.vendor.cpu_graph"): "reports the compiler that vendor found",
     ("dicp.cache", "dicp.vendor.cpu_graph"): "verifies the entries that vendor built",
 }
@@ -41,6 +42,7 @@ PRIVATE = {
         "dicp.autoload",
         "torch._logging._internal",
     ): "runs inside `import torch`: compat would import all of torch",
+    ("dicp.autoload", "torch.compiler._cache"): "likewise",
     ("dicp.conformance", "torch"): "a test kit: it reads torch's own test samples (torch.testing._internal)",
 }
 SYMBOLS = (

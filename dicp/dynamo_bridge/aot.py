@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,21 +12,31 @@ import torch
 import torch.fx as fx
 
 from dicp import compat
-from dicp.compiler import Compiled, compile_graph
+from dicp.compiler import Compiled, compile_graph, watched
+from dicp.dynamo_bridge import saved
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes.layout import FREE_OUTPUTS, repropagate
 from dicp.schedule.defs import View
 from dicp.vendor.base import takes_graphs
 
+log = logging.getLogger("dicp")
+
 
 def compile_joint(
     gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: Any, config: Any
 ) -> Callable[..., Any]:
-    """Trace forward and (where gradients are needed) backward, and compile each."""
+    """Trace forward and (where gradients are needed) backward, and compile each; or take what torch's cache
+    has of an earlier compile."""
+    stored = compat.must_save() or (not watched() and saved.can_save(gm, vendor, config))
+    reason = compat.recompile_reason()
+    if reason is not None:
+        note_recompile(gm, reason, config)
 
     def inner(role: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             effects = _has_effects(graph)
+            if role == "forward":
+                compat.donate_nothing()
             if role == "forward" and not effects:
                 _free_saved_strides(graph)
             elif role == "backward":
@@ -33,18 +45,22 @@ def compile_joint(
             _count(compiled)
             if role == "forward" and not effects:
                 compat.report_output_strides(output_strides(compiled))
-            return compiled.call
+            if not stored:
+                return compiled.call
+            return saved.saved(compiled, late=not compat.bundling())
 
         return compile_inner
 
-    return compat.aot_compile(
-        gm,
-        example_inputs,
-        forward=inner("forward"),
-        backward=inner("backward"),
-        inference=inner("inference"),
-        decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
-    )
+    with saved.loading_under(config):
+        return compat.aot_compile(
+            gm,
+            example_inputs,
+            forward=inner("forward"),
+            backward=inner("backward"),
+            inference=inner("inference"),
+            decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
+            tag=saved.cache_tag(vendor, config) if stored else None,
+        )
 
 
 def _has_effects(graph: fx.GraphModule) -> bool:
@@ -92,6 +108,15 @@ def output_strides(compiled: Compiled) -> list[Any]:
     ):
         return []
     return [o.strides if isinstance(o, View) else None for o in outputs]
+
+
+def note_recompile(gm: fx.GraphModule, reason: str, config: Any) -> None:
+    """One line: the function, and the guard that failed with what it expected and what it got."""
+    compat.counters()["recompiles"] += 1
+    text = " ".join(reason.split())
+    log.info("recompile %s", text)
+    if config.debug >= 1:
+        print(f"dicp: recompile {text}", file=sys.stderr)
 
 
 def _count(compiled: Compiled) -> None:

@@ -49,6 +49,7 @@ class Program:
     steps: list[Segment | Call] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     build_stats: Any = None
+    save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owns_inputs: bool = False
     where: dict[int, int] = field(default_factory=dict)  # item -> step
 
@@ -191,10 +192,7 @@ class Runner:
 
     def function(self) -> Callable[[list[Any]], Any]:
         self.source = self._write()
-        exec(compile(self.source, f"<dicp {self.program.name}>", "exec"), self.globals)
-        call: Any = self.globals["call"]
-        call._boxed_call = True
-        return call  # type: ignore[no-any-return]
+        return make_function(self.program.name, self.source, self.globals)
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -335,7 +333,7 @@ class Runner:
                 and all(str(s) in self.bound for s in expr.free_symbols)
             ):
                 free = sorted(expr.free_symbols, key=str)
-                self.globals[f"size_{var.name}"] = _host_function(expr, free)
+                self.globals[f"size_{var.name}"] = HostFunction(expr, tuple(free))
                 self.lines.append(f"{var.name} = size_{var.name}({', '.join(map(str, free))})")
                 self.bound.add(var.name)
 
@@ -397,7 +395,7 @@ class Runner:
         if isinstance(a, Host):
             free = sorted(a.expr.free_symbols, key=str)
             name = f"host_{len(self.globals)}"
-            self.globals[name] = _host_function(a.expr, free, _number)
+            self.globals[name] = HostFunction(a.expr, tuple(free), _number)
             return f"{name}({', '.join(map(str, free))})"
         if isinstance(a, ix.Poly):
             return self._text(a)
@@ -440,6 +438,14 @@ class Runner:
         return "(" + "".join(self._text(x) + ", " for x in xs) + ")"
 
 
+def make_function(name: str, source: str, values: dict[str, Any]) -> Callable[[list[Any]], Any]:
+    """The function `call` that the source defines, with `values` as its globals."""
+    exec(compile(source, f"<dicp {name}>", "exec"), values)
+    call: Any = values["call"]
+    call._boxed_call = True
+    return call  # type: ignore[no-any-return]
+
+
 def _slots(n: int) -> tuple[Any, int]:
     array = (ctypes.c_int64 * n)()
     return array, ctypes.addressof(array)
@@ -455,11 +461,16 @@ def _expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
     return t
 
 
-def _host_function(expr: Any, free: list[Any], convert: Callable[[Any], Any] = int) -> Callable[..., Any]:
-    def evaluate(*values: int) -> Any:
-        return convert(expr.xreplace(dict(zip(free, map(_integer, values), strict=True))))
+@dataclass(frozen=True)
+class HostFunction:
+    """A number that is no polynomial of the sizes, computed from them at each call. Can be pickled."""
 
-    return evaluate
+    expr: Any  # a sympy expression
+    free: tuple[Any, ...]  # its symbols, in the order of the arguments
+    convert: Callable[[Any], Any] = int
+
+    def __call__(self, *values: int) -> Any:
+        return self.convert(self.expr.xreplace(dict(zip(self.free, map(_integer, values), strict=True))))
 
 
 def _number(value: Any) -> bool | float:
@@ -478,19 +489,25 @@ def _returns_alias(target: Any) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-def check_failure(messages: Sequence[str], calls: Sequence[Call]) -> Callable[[int], None]:
-    """What to raise for a native segment's return code."""
+@dataclass(frozen=True)
+class Failure:
+    """Raises what a native segment's return code stands for. Can be pickled."""
 
-    def fail(code: int) -> None:
+    messages: tuple[str, ...]  # of index checks
+    calls: tuple[tuple[str, str], ...]  # library calls: (op, the user's line)
+
+    def __call__(self, code: int) -> None:
         if code > 0:
-            raise IndexError(messages[code - 1])
-        call = calls[-code - 1]
-        where = user_location(call.node)
-        raise DicpError(
-            f"{call.node.target}: the library call failed; its message is on stderr", where=where or ()
-        )
+            raise IndexError(self.messages[code - 1])
+        target, where = self.calls[-code - 1]
+        raise DicpError(f"{target}: the library call failed; its message is on stderr", where=where)
 
-    return fail
+
+def check_failure(messages: Sequence[str], calls: Sequence[Call]) -> Failure:
+    """What to raise for a native segment's return code."""
+    return Failure(
+        tuple(messages), tuple((str(c.node.target), user_location(c.node) or "") for c in calls)
+    )
 
 
 __all__ = ["NativeSegment", "Program", "Runner", "Segment", "check_failure", "make_program", "touched"]

@@ -34,16 +34,24 @@ class CpuGraph:
 
         return claim_for(node)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, config: Any) -> str:
+        from dicp.vendor.cpu_graph import toolchain
+        from dicp.vendor.cpu_graph.build import compiler_identity
         from dicp.vendor.cpu_graph.claims import cpu_maker
-        from dicp.vendor.cpu_graph.toolchain import environment_parts
 
-        return repr(sorted(environment_parts().items())) + cpu_maker()
+        compiler = compiler_identity(config)
+        parts = (sorted(toolchain.environment_parts().items()), toolchain.flags(config, compiler).code)
+        return repr((*parts, compiler, cpu_maker()))
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cpu_graph.assemble import assemble
 
         return assemble(program, config)
+
+    def load(self, artifact: Any, config: Any) -> Callable[[list[Any]], Any]:
+        from dicp.vendor.cpu_graph.saved import load
+
+        return load(artifact, config)
 
 
 vendor = CpuGraph()

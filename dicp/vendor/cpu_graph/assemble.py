@@ -11,6 +11,7 @@ from dicp.runtime.program import NativeSegment, Program, Runner, Segment, check_
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
+from dicp.vendor.cpu_graph.saved import save
 from dicp.vendor.cpu_graph.segment import SegmentWriter
 from dicp.vendor.cpu_graph.timing import report_at_exit
 
@@ -44,6 +45,8 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     call = runner.function()
     program.sources["call.py"] = runner.source
     program.build_stats = library.stats
+    if config.debug < 2:  # timed code reports to this process
+        program.save = lambda: save(runner, [(s.number, w) for s, w in writers], library, config)
     return call
 
 
@@ -104,8 +107,7 @@ def _native(
     if writer.timed:
         report_at_exit(program.name, writer.labels, address(f"{writer.name}_times"))
     bind(address(f"{writer.name}_bind"), len(addresses), config)(*addresses)
-    count = len(writer.arguments) + writer.uses_arena + bool(writer.kept) + len(writer.size_names)
-    run = bind(address(writer.name), count, config)
+    run = bind(address(writer.name), writer.argument_count, config)
     return NativeSegment(
         run,
         writer.arguments,

@@ -68,8 +68,13 @@ class Library:
     """The loaded units; code stays loaded, and addresses valid, for the rest of the process."""
 
     units: tuple[tuple[Unit, ctypes.CDLL], ...]
-    keys: tuple[str, ...]  # cache digests, in the order of `units`
+    folders: tuple[Path, ...]  # cache entries, in the order of `units`; named after their keys
     stats: BuildStats
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Cache digests, in the order of `units`."""
+        return tuple(folder.name for folder in self.folders)
 
     def address(self, symbol: str) -> int:
         """Address of an exported function."""
@@ -116,10 +121,9 @@ def build(units: Sequence[Unit], config: Config) -> Library:
         plan.unit.source: _load(plan, folders[plan.unit.source], tools, config, store) for plan in plans
     }
     stats = BuildStats(hits, len(todo), time.perf_counter() - start)
-    digests = {plan.unit.source: folders[plan.unit.source].name for plan in plans}
     return Library(
         tuple((unit, loaded[unit.source]) for unit in units),
-        tuple(digests[unit.source] for unit in units),
+        tuple(folders[unit.source] for unit in units),
         stats,
     )
 
@@ -151,6 +155,13 @@ def _plan(unit: Unit, variants: Sequence[tuple[str, Flags]]) -> _Plan:
 def _compilers(tools: Toolchain | None, store: Store) -> list[str]:
     """Identities to look under: the compiler's, or all that built what the cache holds."""
     return [tools.identity] if tools else store.part_values("compiler")
+
+
+def compiler_identity(config: Config) -> str:
+    """The compiler's identity; where there is none, that of the one whose results were used last, or "". """
+    store = open_store(config)
+    tools, _ = toolchain.find(config, store.folder())
+    return next(iter(_compilers(tools, store)), "")
 
 
 def _cached(plan: _Plan, store: Store) -> Path | None:
@@ -361,6 +372,18 @@ def _launching(config: Config) -> tuple[Callable[..., int], Callable[[int, int],
 
 
 def _launcher_module(config: Config) -> Any:
+    folder = launcher_folder(config)
+    loader = importlib.machinery.ExtensionFileLoader("dicp_launcher", str(folder / LIBRARY))
+    spec = importlib.util.spec_from_loader("dicp_launcher", loader)
+    if spec is None:
+        raise ImportError("no import spec for the launcher")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def launcher_folder(config: Config) -> Path:
+    """The launcher's cache entry, built where there is none. Raises DicpError, ImportError."""
     headers = Path(sysconfig.get_paths()["include"])
     source = (Path(__file__).parent / "launcher.c").read_text()
     store = open_store(config)
@@ -387,13 +410,7 @@ def _launcher_module(config: Config) -> Any:
             _run(compiler, arguments, scratch, config, store, _Jobs(), Unit("launcher", source))
 
         folder = store.get_or_build(keys[0], fill, label="launcher")
-    loader = importlib.machinery.ExtensionFileLoader("dicp_launcher", str(folder / LIBRARY))
-    spec = importlib.util.spec_from_loader("dicp_launcher", loader)
-    if spec is None:
-        raise ImportError("no import spec for the launcher")
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return folder
 
 
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))

@@ -138,6 +138,11 @@ class SegmentWriter:
                 f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) return {-number};"
             )
 
+    @property
+    def argument_count(self) -> int:
+        """Integers that the function takes."""
+        return len(self.arguments) + self.uses_arena + bool(self.kept) + len(self.size_names)
+
     # -- pointers ------------------------------------------------------------------------------------------
 
     def pointer(self, b: Buffer) -> str:

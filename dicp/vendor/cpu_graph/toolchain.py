@@ -178,6 +178,14 @@ def host_isa(config: Config) -> str:
     return config.isa
 
 
+def cpu_words(flags: Flags) -> tuple[str, ...]:
+    """Feature words that a CPU must have to run code built with these flags."""
+    words = {"portable": (), "avx2": ("avx2", "fma", "f16c")}.get(flags.isa)
+    if words is None:
+        words = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")
+    return (*words, *(word for word, flag in _AVX512_EXTRA.items() if flag in flags.code))
+
+
 def lanes(config: Config) -> int:
     """fp32 lanes of one vector of generated code."""
     return LANES[host_isa(config)]

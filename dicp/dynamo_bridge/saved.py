@@ -1,0 +1,152 @@
+"""Compiled graphs in torch's own caches: AOTAutograd's, Dynamo's (`caching_precompile`), and files of
+`aot_compile(...)`.
+
+torch pickles what the inner compilers return and later calls `post_compile` on what it unpickles. Its key
+knows the graph and torch, not this backend: `cache_tag` is what is added to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp import compat
+from dicp.compiler import Compiled
+from dicp.config import Config
+from dicp.errors import CacheError
+from dicp.ops.library import register
+from dicp.runtime.artifact import Artifact, sources_digest
+from dicp.runtime.entry import content_hash
+
+_config: contextvars.ContextVar[Config | None] = contextvars.ContextVar("dicp_config", default=None)
+
+
+class SavedGraph(compat.output_code()):  # type: ignore[misc]
+    """A compiled graph that torch can store: called with a (boxed) list of inputs, pickled as an Artifact."""
+
+    def __init__(self, call: Callable[[list[Any]], Any] | None, artifact: bytes, problem: str = "") -> None:
+        super().__init__()
+        self.call, self.artifact, self.problem = call, artifact, problem
+        self._boxed_call = True
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.call(inputs)  # type: ignore[misc]
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        """Called by torch on what it has unpickled."""
+        if self.call is None:
+            self.call = load(self.artifact, _config.get() or Config.make())
+            compat.counters()["graphs_loaded"] += 1
+
+    def prepare_for_serialization(self) -> None:
+        """Called by torch before it pickles."""
+        if self.problem:
+            compat.bypass_cache(self.problem)
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Triton's kernels travel in the artifact."""
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (self.artifact,)
+
+    def __copy__(self) -> SavedGraph:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SavedGraph:
+        return self
+
+
+class LateGraph(SavedGraph):
+    """A backward compiled at its first call: torch saves it between that compile and the call, when the
+    settings that the forward was compiled under no longer hold; the compile sets them and this ends them."""
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        compat.end_bundling()
+        self.__class__ = SavedGraph
+        return self.call(inputs)  # type: ignore[misc]
+
+
+def _unpickled(artifact: bytes) -> SavedGraph:
+    Artifact.check(artifact)  # here, not at the load: an error now is a miss for torch
+    return SavedGraph(None, artifact)
+
+
+def load(data: bytes, config: Config) -> Callable[[list[Any]], Any]:
+    """The function of a saved program. Raises CacheError."""
+    from dicp import vendor as vendors
+
+    register()
+    artifact = Artifact.from_bytes(data)
+    vendor = vendors.get(artifact.vendor)
+    return vendor.load(artifact, config)  # type: ignore[no-any-return]
+
+
+def saved(compiled: Compiled, late: bool) -> SavedGraph:
+    """What the inner compiler returns for a graph; one that cannot be saved says why when torch tries to.
+
+    late: the compile is that of a backward at its first call.
+    """
+    save = getattr(compiled.program, "save", None)
+    if save is None:
+        return SavedGraph(compiled.call, b"", f"{compiled.name}: its vendor cannot save programs")
+    try:
+        program: Artifact = save()
+        artifact = program.to_bytes()
+    except CacheError as e:
+        return SavedGraph(compiled.call, b"", f"{compiled.name}: {e}")
+    for unit in program.units:
+        compat.record_artifact(unit.key.digest, unit.to_bytes())
+    if not late:
+        return SavedGraph(compiled.call, artifact)
+    compat.begin_bundling()
+    return LateGraph(compiled.call, artifact)
+
+
+def can_save(gm: fx.GraphModule, vendor: Any, config: Config) -> bool:
+    """Whether the results for a graph may come from, and go to, torch's cache.
+
+    Not where somebody watches the compile, and not where a result would hold values that the key does not
+    know: frozen weights, tensors that are constants of Dynamo's graph.
+    """
+    watched = config.dump is not None or config.debug >= 2 or config.verify
+    return hasattr(vendor, "load") and not watched and not config.freeze and not _constants(gm)
+
+
+def _constants(gm: fx.GraphModule) -> bool:
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value: Any = gm
+            for part in str(node.target).split("."):
+                value = getattr(value, part, None)
+            if isinstance(value, torch.Tensor):
+                return True
+    return False
+
+
+def cache_tag(vendor: Any, config: Config) -> str:
+    """What torch's cache key has to know of dicp: its sources, the vendor with its toolchain, the options,
+    and what generated code is fitted to."""
+    parts = (
+        sources_digest(),
+        vendor.name,
+        vendor.fingerprint(config),
+        config.fingerprint(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+    )
+    return "dicp-" + content_hash(repr(parts))
+
+
+@contextlib.contextmanager
+def loading_under(config: Config) -> Iterator[None]:
+    """What torch unpickles inside is loaded under this config."""
+    token = _config.set(config)
+    try:
+        yield
+    finally:
+        _config.reset(token)
