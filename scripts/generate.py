@@ -76,8 +76,15 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from workloads import DTYPES, conditions  # which makes test/model importable
     from model import arms, measure  # isort: skip
-    from model.models import CASES, LLAMA_NEW_TOKENS, llama_dir, tokenizer  # isort: skip
+    from model.models import CASES, LLAMA_NEW_TOKENS, llama_dir, obstacle, tokenizer  # isort: skip
 
+    backends = args.backends.split(",")
+    known = ["eager", *torch._dynamo.list_backends(exclude_tags=())]
+    unknown = [name for name in backends if name not in known]
+    problem = f"no such backend: {', '.join(unknown)}" if unknown else obstacle(["llama"])
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     dtype, count = DTYPES[args.dtype], LLAMA_NEW_TOKENS[args.size]
     print(", ".join(f"{k} {v}" for k, v in conditions().items()))
     model = arms.cast(CASES["llama"].build(args.size), dtype)
@@ -88,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"prompt of {ids.shape[1]} tokens, {count} generated, greedy, batch 1")
     runs: dict[str, Run] = {}
-    for backend in args.backends.split(","):
+    for backend in backends:
         print(f"  {backend} ...", file=sys.stderr, flush=True)
         runs[backend] = generate(model, backend, dtype, ids, count)
     decode = measure.alternating([r.decode for r in runs.values()])

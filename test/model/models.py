@@ -1,9 +1,11 @@
 """The models: how each is built, what goes in, at which sizes. Random weights with a fixed seed, real
 architectures."""
 
+import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,3 +248,25 @@ CASES: dict[str, Case] = {
         Case("vit", build_vit, vit_inputs, class_targets),
     )
 }
+
+
+def obstacle(names: Iterable[str]) -> str | None:
+    """Why these models cannot be built here, and what to do; None when they can. For the driver to say before
+    any is built."""
+    wanted = sorted(set(names) - {"resnet50"})
+    if wanted and importlib.util.find_spec("transformers") is None:
+        return (
+            f"{', '.join(wanted)}: transformers is not installed; run `bash scripts/setup_env.sh` and use its "
+            "environment, or pip install -e '.[test]'"
+        )
+    directory = llama_dir()
+    if "llama" not in wanted or directory is None:
+        return None
+    path = Path(directory)
+    if not path.is_dir():
+        return f"LLAMA_MODEL_DIR={directory} is no directory; unset, the model has random weights"
+    if not (path / "config.json").is_file():
+        return f"LLAMA_MODEL_DIR={directory} holds no config.json; it has to be a checkpoint of transformers"
+    if not any([*path.glob("*.safetensors"), *path.glob("*.bin")]):
+        return f"LLAMA_MODEL_DIR={directory} holds no weights (*.safetensors or *.bin)"
+    return None

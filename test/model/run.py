@@ -4,7 +4,7 @@ A line per model, dtype and static/dynamic: whether all was right; milliseconds 
 decoded token; resnet50: of one training step; else: of one inference call) and eager's; seconds the compiles
 took (first calls less steady ones); by how much resident memory peaks in that call (llama: in the prefill),
 and eager's; dicp's kernels, library and extern calls; graphs compiled. What failed follows, indented. The
-exit code is 1 if anything did.
+exit code is 1 if anything did, 2 if the models cannot be built here.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from model import arms, checks, measure
-from model.models import CASES, LLAMA_NEW_TOKENS, LLAMA_PROMPTS, Case, tokenizer
+from model.models import CASES, LLAMA_NEW_TOKENS, LLAMA_PROMPTS, Case, obstacle, tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BACKENDS = ("dicp_cpu", "cpugraph", "dicp_cuda", "cudagraph", "dicp", "inductor", "aot_eager", "eager")
@@ -301,6 +301,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     names = list(CASES) if args.model == "all" else [args.model]
+    if problem := obstacle(names):
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     dtypes = list(DTYPES) if args.dtype == "all" else [args.dtype]
     dynamics = {"true": [True], "false": [False], "all": [False, True]}[args.dynamic]
     print(

@@ -1,5 +1,7 @@
 """The five models at small sizes under dicp_cpu, and the checks themselves: a wrong result has to fail."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model import arms, checks, run
-from model.models import CASES
+from model.models import CASES, PROMPT, obstacle
 from model.resnet import resnet50
 
 STATIC = [pytest.param(name, dtype, False) for name in CASES for dtype in run.DTYPES]
@@ -52,6 +54,46 @@ def test_driver_with_eager_passes(tmp_path: Any) -> None:
         run.main(["bert", "eager", "all", "--size", "small", "--dtype", "fp32", "--json", str(report)]) == 0
     )
     assert '"ok": true' in report.read_text()
+
+
+def save_checkpoint(folder: Path) -> None:
+    """A LLaMA in bf16 with a tokenizer of words, as transformers writes them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["<unk>", *sorted(set(PROMPT.replace(",", " ").split()))])}
+    reader = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    reader.pre_tokenizer = pre_tokenizers.Whitespace()
+    CASES["llama"].build("small").bfloat16().save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=reader, unk_token="<unk>").save_pretrained(folder)
+
+
+def test_driver_loads_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    save_checkpoint(tmp_path)
+    monkeypatch.setenv("LLAMA_MODEL_DIR", str(tmp_path))
+    assert run.main(["llama", "eager", "--size", "small", "--dtype", "fp32"]) == 0
+    assert "generated: " in capsys.readouterr().out
+
+
+def test_driver_says_what_is_wrong_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("LLAMA_MODEL_DIR", str(tmp_path / "none"))
+    assert run.main(["llama", "eager", "--size", "small"]) == 2
+    assert "is no directory" in capsys.readouterr().err
+    monkeypatch.setenv("LLAMA_MODEL_DIR", str(tmp_path))
+    assert run.main(["llama", "eager", "--size", "small"]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert run.main(["llama", "eager", "--size", "small"]) == 2
+    assert "no weights" in capsys.readouterr().err
+    assert obstacle(["bert", "resnet50"]) is None
+
+
+def test_driver_without_transformers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers is not installed" in (obstacle(CASES) or "")
+    assert obstacle(["resnet50"]) is None
 
 
 def exact_and_eager() -> tuple[Tensor, Tensor]:
