@@ -53,7 +53,7 @@ class Config:
     dump: str | None = _option(None, "Folder that receives every stage's graph, source and memory plan.")
     numerics: str = _option(
         "fast",
-        "'eager' rounds wherever eager rounds, so that bit patterns can be compared.",
+        "'eager' rounds wherever eager rounds, so that bit patterns can be compared (docs/numerics.md).",
         codegen=True,
         choices=("fast", "eager"),
     )

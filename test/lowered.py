@@ -39,7 +39,7 @@ class Kernels:
     def supports(self, target: Any, node: Node) -> bool:
         return False
 
-    def claim(self, node: Node) -> Any:
+    def claim(self, node: Node, config: Any) -> Any:
         return self.claims.get(str(node.target).removeprefix("aten.").removesuffix(".default"))
 
 

@@ -31,13 +31,18 @@ class PassConfig(Protocol):
     @property
     def layout(self) -> bool: ...
 
+    @property
+    def numerics(self) -> str: ...
+
 
 class Pass(NamedTuple):
-    """A named graph pass; `reason` says why it stands where it stands."""
+    """A named graph pass; `reason` says why it stands where it stands, `exact` whether each result keeps its
+    bits, in low precision too. One that is not exact does not run under `numerics="eager"`."""
 
     name: str
     run: Callable[[GraphModule, Claims], GraphModule]
     reason: str
+    exact: bool = False
 
 
 class OnPass(Protocol):
@@ -47,13 +52,13 @@ class OnPass(Protocol):
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("canonicalize", lambda gm, vendor: canonicalize(gm), "first: every pattern then has one spelling"),
-    Pass("rewrite_dropout", lambda gm, vendor: rewrite_dropout(gm), "before the rewrites it would stop"),
+    Pass("canonicalize", lambda gm, vendor: canonicalize(gm), "first: patterns then have one spelling", True),
+    Pass("rewrite_dropout", lambda gm, vendor: rewrite_dropout(gm), "before what it would stop", True),
     Pass("rewrite_norm", lambda gm, vendor: rewrite_norm(gm), "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
-    Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met, unused calls"),
+    Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
     Pass("choose_layout", choose_layout, "last: it counts what the rewrites left"),
 )
 
@@ -73,6 +78,8 @@ def run_passes(
     before = _fingerprint(gm) if on_pass else []
     for entry in PASSES:
         if entry.run is choose_layout and not config.layout:
+            continue
+        if config.numerics == "eager" and not entry.exact:
             continue
         start = time.perf_counter()
         gm = entry.run(gm, vendor)

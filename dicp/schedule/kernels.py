@@ -136,13 +136,15 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
         if isinstance(d, Pointwise):
             out = d.outputs[0]
             value = ex.cast(resolve(d.expr, m), out.dtype)
+            if lowered.rounds:
+                value = ex.round_to(value, out.dtype)
             if value.note is None and value.op not in ("const", "index"):
                 value.note = d.note
             if out.name in outside or out.kind == "input":
                 draft.body.append(Store(out.name, out.flat(m.index(d.index)), value, note=d.note))
             forwarded[out.name] = value
         elif isinstance(d, Reduction):
-            _reduction(d, m, resolve(d.expr, m), outside, draft, forwarded)
+            _reduction(d, m, resolve(d.expr, m), outside, draft, forwarded, lowered.rounds)
         elif isinstance(d, Scatter):
             out = d.outputs[0]
             value = ex.cast(resolve(d.expr, m), out.dtype)
@@ -154,7 +156,13 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
 
 
 def _reduction(
-    d: Reduction, m: Member, value: Expr, outside: set[str], draft: _Draft, forwarded: dict[str, Expr]
+    d: Reduction,
+    m: Member,
+    value: Expr,
+    outside: set[str],
+    draft: _Draft,
+    forwarded: dict[str, Expr],
+    rounds: bool,
 ) -> None:
     refs = tuple(b.name for b in d.outputs)
     draft.body.append((Scan if d.scan else Reduce)(refs, d.kind, value, d.note))
@@ -162,7 +170,7 @@ def _reduction(
         position = d.kind in ("argmax", "argmin") and (not d.scan or k == 1)
         own = ex.compute_dtype(b.dtype) if position or d.kind in ("any", "all") else value.dtype
         ref = ex.cast(Expr("ref", (b.name,), own), b.dtype)
-        forwarded[b.name] = ref
+        forwarded[b.name] = ex.round_to(ref, b.dtype) if rounds else ref
         if b.name in outside:
             draft.body.append(Store(b.name, b.flat(m.index(d.index)), ref, note=d.note))
 

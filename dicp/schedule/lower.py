@@ -50,6 +50,7 @@ class Lowered:
         self.constants: dict[str, torch.Tensor] = {}
         self.checks: list[str] = []  # messages of the run-time index checks, by number
         self.symbols: Symbols = Symbols(None)
+        self.rounds = False  # whether values passed on inside a kernel are rounded as if through memory
 
 
 def dense_strides(shape: Shape, order: tuple[int, ...]) -> Shape:
@@ -91,6 +92,7 @@ class _Lowering:
     def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
         self.gm, self.vendor, self.config = gm, vendor, config
         self.out = Lowered()
+        self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(_shape_env(gm))
         self.values: dict[fx.Node, Any] = {}
         self.node: fx.Node | None = None
@@ -165,7 +167,7 @@ class _Lowering:
             return self.values[node.args[1]]  # type: ignore[index]
         if isinstance(val, (torch.SymFloat, torch.SymBool, float, bool)):
             return _host_scalar(node, self)
-        claim = self.vendor.claim(node)
+        claim = self.vendor.claim(node, self.config)
         if claim is not None:
             return self._library(node, claim)
         row = table().get(node.target)
@@ -215,7 +217,8 @@ class _Lowering:
         if expr.op in ("at", "const", "index") or (expr.op == "cast" and expr.args[0].op == "at"):
             return value
         if self.config.numerics == "eager":
-            return self._rounded(value)
+            value = self._rounded(value)
+            expr = value(idx)
         return self._named(value, node) if self._dear(node, expr, value.shape, uses) else value
 
     def _rounded(self, value: Value) -> Value:

@@ -47,8 +47,8 @@ class Vendor(Protocol):
     def keeps(self, op: Any) -> bool:
         """Whether it has a claim for this op (an OpOverload), so that it is not decomposed on the way."""
 
-    def claim(self, node: fx.Node) -> Claim | None:
-        """The library call for a node, or None."""
+    def claim(self, node: fx.Node, config: Any) -> Claim | None:
+        """The library call for a node, or None. Under config.numerics "eager", the one that eager makes."""
 
     def fingerprint(self) -> str:
         """Stable text of everything of the vendor that changes generated code: toolchain, ISA, library

@@ -242,3 +242,25 @@ def test_eager_numerics_round_where_eager_does() -> None:
     assert torch.equal(compiled(x, y), f(x, y))
     fast = torch.compile(f, backend="dicp_cpu")
     assert not torch.equal(fast(x, y), f(x, y))
+
+
+W, BIAS, FILTER = r(64, 48) / 7, r(64), r(32, 16, 3, 3) / 12
+EXACT = {
+    "fused_multiply_add": (lambda x: x * x + x, r(30, 48)),
+    "reduction_read_in_the_same_kernel": (
+        lambda x: (x - x.mean(1, keepdim=True)) * (x - x.amax(1, keepdim=True)),
+        r(30, 48).bfloat16(),
+    ),
+    "linear": (lambda x: F.linear(x, W, BIAS).relu() + 1, r(30, 48)),
+    "product": (lambda x: (x @ W.t()).relu(), r(30, 48)),
+    "convolution": (lambda x: (F.conv2d(x, FILTER) * BIAS[:32, None, None]).relu(), r(2, 16, 20, 20)),
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x + 1, x), r(2, 4, 32, 16)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_eager_numerics_have_eagers_bits(name: str) -> None:
+    f, x = EXACT[name]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(f, backend="dicp_cpu", options={"numerics": "eager"})(x), f(x))

@@ -16,7 +16,7 @@ from dicp.errors import VerifyError
 from dicp.ir.printer import show
 from dicp.passes import PASSES, Pass, run_passes
 
-VERIFY = SimpleNamespace(verify=True, layout=True)
+VERIFY = SimpleNamespace(verify=True, layout=True, numerics="fast")
 
 
 def all_passes(gm: GraphModule) -> GraphModule:

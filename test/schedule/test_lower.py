@@ -145,6 +145,13 @@ kernel add(arg0_1: bf16, t0: bf16*)
 """,
         )
 
+    def test_eager_numerics_compute_nothing_twice(self) -> None:
+        def f(x):
+            h = x.exp().sin()
+            return h.sum(0), h[:, :3] * 2
+
+        assert text(compiled(f, (8, 6), numerics="eager")).count("exp(") == 1
+
     def test_symbolic_sizes_are_parameters(self) -> None:
         p = compiled(lambda x: x.sum(1), (4, 8), dynamic=True)
         symbols = sorted(v.name for v in p.launches[0].kernel.sizes)

@@ -29,10 +29,10 @@ class CpuGraph:
 
         return keeps(op)
 
-    def claim(self, node: fx.Node) -> Claim | None:
+    def claim(self, node: fx.Node, config: Any) -> Claim | None:
         from dicp.vendor.cpu_graph.claims import claim_for
 
-        return claim_for(node)
+        return claim_for(node, eager=config.numerics == "eager")
 
     def fingerprint(self, config: Any) -> str:
         from dicp.vendor.cpu_graph import toolchain

@@ -50,10 +50,12 @@ def prefers_onednn(dtype: torch.dtype) -> bool:
     )
 
 
-def claim_for(node: fx.Node) -> Claim | None:
-    """The library call for a node."""
+def claim_for(node: fx.Node, eager: bool = False) -> Claim | None:
+    """The library call for a node. `eager`: the one that eager makes, so that results have its bits."""
     make = _table().get(node.target)
-    return make(node) if make is not None and not _empty(node) else None
+    if make is None or _empty(node):
+        return None
+    return make(node, eager) if make in (_mm, _addmm) else make(node)
 
 
 def _empty(node: fx.Node) -> bool:
@@ -114,10 +116,10 @@ def _rows(*positions: int) -> Callable[..., Sequence[Any]]:
 # -- GEMM --------------------------------------------------------------------------------------------------
 
 
-def _mm(node: fx.Node) -> Claim | None:
+def _mm(node: fx.Node, eager: bool) -> Claim | None:
     if _dtype(node) not in (*FLOATS, torch.float64):
         return None
-    if prefers_onednn(_dtype(node)):  # type: ignore[arg-type]
+    if not eager and prefers_onednn(_dtype(node)):  # type: ignore[arg-type]
         return Claim(
             "mm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
@@ -131,12 +133,13 @@ def _mm(node: fx.Node) -> Claim | None:
     )
 
 
-def _addmm(node: fx.Node) -> Claim | None:
+def _addmm(node: fx.Node, eager: bool) -> Claim | None:
     if _dtype(node) not in (*FLOATS, torch.float64):
         return None
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = node.args[0].meta["val"]  # type: ignore[union-attr]
-    if prefers_onednn(_dtype(node)) and bias.dim() == 1 and beta == 1 and alpha == 1:  # type: ignore[arg-type]
+    plain = bias.dim() == 1 and beta == 1 and alpha == 1
+    if not eager and plain and prefers_onednn(_dtype(node)):  # type: ignore[arg-type]
         return Claim(
             "addmm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
@@ -567,7 +570,7 @@ def supports(target: Any, node: fx.Node) -> bool:
 
 
 @functools.cache
-def _table() -> dict[Any, Callable[[fx.Node], Claim | None]]:
+def _table() -> dict[Any, Callable[..., Claim | None]]:
     from dicp.ops.library import register
 
     register()

@@ -41,7 +41,7 @@ class CudaGraph:
 
         return keeps(op)
 
-    def claim(self, node: fx.Node) -> Claim | None:
+    def claim(self, node: fx.Node, config: Any) -> Claim | None:
         from dicp.vendor.cuda_graph.claims import claim_for
 
         return claim_for(node)

@@ -171,7 +171,7 @@ class Toy:
     def keeps(self, op: Any) -> bool:
         return op in CLAIMS
 
-    def claim(self, node: fx.Node) -> Claim | None:
+    def claim(self, node: fx.Node, config: Any) -> Claim | None:
         return CLAIMS.get(node.target)
 
     def fingerprint(self) -> str:
