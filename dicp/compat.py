@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -67,17 +67,16 @@ def empty_strided_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: t
     return _empty_strided_cpu(shape, strides, dtype)  # type: ignore[no-any-return]
 
 
-def tensor_from_handle(handle: int) -> torch.Tensor:
-    """The tensor behind a handle of libtorch's C interface; takes the handle over."""
+def tensors_from_handles(handles: Iterable[int]) -> list[torch.Tensor]:
+    """The tensors behind handles of libtorch's C interface; takes the handles over."""
     import ctypes
 
     new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype, new_capsule.argtypes = (
-        ctypes.py_object,
-        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-    )
-    capsule = new_capsule(handle, None, None)
-    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)  # type: ignore[no-any-return]
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsules = [new_capsule(handle, None, None) for handle in handles]
+    # The function for one tensor leaves its handle, and with it the memory, behind.
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)  # type: ignore[no-any-return]
 
 
 def torch_decompositions() -> dict[object, Callable[..., object]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dicp.compat import empty_strided_cpu, tensor_from_handle
+from dicp.compat import empty_strided_cpu, tensors_from_handles
 from dicp.errors import DicpError
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
@@ -184,7 +184,7 @@ class Runner:
             "empty_strided": empty_strided_cpu,
             "ARENA": ARENA,
             "slots": _slots,
-            "steal": tensor_from_handle,
+            "steal": tensors_from_handles,
             "expect": _expect,
             "torch": torch,
         }
@@ -350,9 +350,9 @@ class Runner:
         self.globals[f"native{n}"], self.globals[f"fail{n}"] = native.run, native.fail
         self.lines.append(f"code = native{n}({', '.join(args)})")
         self.lines.append(f"if code: fail{n}(code)")
-        for k, name in enumerate(native.kept):
-            self.names[name] = name
-            self.lines.append(f"{name} = steal(kept{n}[0][{k}])")
+        if native.kept:
+            self.names.update({name: name for name in native.kept})
+            self.lines.append(f"{', '.join(native.kept)}, = steal(kept{n}[0])")
 
     def _tensor_name(self, name: str) -> str:
         return self.names[self.plan.find(name)] if self.plan.find(name) in self.names else self.names[name]

@@ -166,3 +166,19 @@ def test_checkpointed_block() -> None:
 
 def test_gradients_of_integer_free_inputs_only() -> None:
     check(lambda x, i: (x[i] * 2, i + 1), r(5, 3).requires_grad_(), torch.tensor([1, 2]))
+
+
+def test_library_results_belong_to_the_caller_alone() -> None:
+    """Nobody else holds what a library allocated: it is freed with its last reader, and taken as .grad
+    without a copy."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, bias=False), nn.ReLU(), nn.Conv2d(16, 8, 1, bias=False))
+    compiled = torch.compile(model, backend="dicp_cpu")
+    y = compiled(r(2, 8, 9, 9))
+    assert y._use_count() == 1
+    y.sum().backward()
+    addresses: list[int] = []
+    for p in model.parameters():
+        p.register_hook(lambda g: addresses.append(g.data_ptr()))
+        p.grad = None
+    compiled(r(2, 8, 9, 9)).sum().backward()
+    assert {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} == set(addresses)

@@ -210,15 +210,13 @@ class SegmentWriter:
         self.steps += ["clock = now_ns();", *lines, f"times[{len(self.labels) - 1}] += now_ns() - clock;"]
 
     def keep(self, names: Sequence[str]) -> None:
-        """Hand library results to the caller through the result slots."""
-        for k, name in enumerate(names):
-            self.kept.append(name)
-            self.steps.append(f"results[{k}] = (int64_t){self.handles[name]}.release();")
+        """Hand library results to the caller through the result slots, unless a check failed."""
+        self.kept += names
 
-    def finish(self, n_checks: int) -> list[str]:
+    def check(self, n_checks: int) -> list[str]:
         if not self.uses_checks:
-            return ["return 0;"]
-        return [f"for (int k = 0; k < {n_checks}; ++k)", "  if (checks[k]) return k + 1;", "return 0;"]
+            return []
+        return [f"for (int k = 0; k < {n_checks}; ++k)", "  if (checks[k]) return k + 1;"]
 
     def source(self, n_checks: int) -> str:
         """The translation unit."""
@@ -259,7 +257,8 @@ class SegmentWriter:
             body.append("int64_t clock = 0;")
         if self.uses_checks:
             body.append(f"int32_t checks[{n_checks}] = {{}};")
-        body += [*self.hoisted, *self.steps, *self.finish(n_checks)]
+        given = [f"results[{k}] = (int64_t){self.handles[name]}.release();" for k, name in enumerate(self.kept)]
+        body += [*self.hoisted, *self.steps, *self.check(n_checks), *given, "return 0;"]
         out += [
             f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
             *("  " + line for line in body),
