@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -340,8 +341,13 @@ def test_keyboard_interrupt_leaves_no_process(tmp_path: Path) -> None:
             os.kill(os.getpid(), 2)
 
         threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            build([unit("a", 1), unit("b", 2)], settings)
+        # A shell that started this process in the background had it ignore the signal.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                build([unit("a", 1), unit("b", 2)], settings)
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert sleepers() == []
 
 
