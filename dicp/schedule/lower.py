@@ -464,9 +464,12 @@ class _Lowering:
 
     # -- calls ---------------------------------------------------------------------------------------------
 
-    def operand(self, value: Any, dense: bool = False) -> View:
-        """A value as a strided window on memory, materialised when it is not one already. `dense`: row-
-        major."""
+    def operand(self, value: Any, dense: bool = False, order: tuple[int, ...] | None = None) -> View:
+        """A value as a strided window on memory, materialised when it is not one already.
+
+        dense: row-major even where it is one. order: dims from outermost to innermost of what is
+        materialised, row-major by default.
+        """
         if isinstance(value, View):
             return value
         if isinstance(value, Buffer):
@@ -480,15 +483,14 @@ class _Lowering:
                 view = View(buffer, value.shape, *window)
                 if not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape)))):
                     return view
-        buffer = self._buffer(
-            value.shape, value.dtype, dense_strides(value.shape, tuple(range(len(value.shape))))
-        )
+        strides = dense_strides(value.shape, order or tuple(range(len(value.shape))))
+        buffer = self._buffer(value.shape, value.dtype, strides)
         self.out.defs.append(Pointwise((buffer,), _note(self.node), _loop_vars(idx), expr, idx))
         return View(buffer, value.shape, buffer.strides)
 
     def in_order(self, value: Any, order: tuple[int, ...]) -> View:
         """A value as a window whose dims lie in memory in `order`, outermost first."""
-        view = value if isinstance(value, View) else self.operand(value)
+        view = value if isinstance(value, View) else self.operand(value, order=order)
         wanted = dense_strides(view.shape, order)
         if _strides_agree(view.strides, wanted, view.shape):
             return view

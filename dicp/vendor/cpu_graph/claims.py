@@ -263,11 +263,15 @@ def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
 
 
 def _in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
-    """Operand k stored in the layout that the layout pass chose for it."""
+    """Operand k stored in the layout that the layout pass chose for it, or the one it was traced with."""
+    from dicp.schedule.lower import order_of
+
     source = node.args[k]
-    if isinstance(source, fx.Node) and "dicp_layout" in source.meta:
+    if not isinstance(source, fx.Node):
+        return args[k]
+    if "dicp_layout" in source.meta:
         return lowering.in_order(args[k], source.meta["dicp_layout"])
-    return args[k]
+    return lowering.operand(args[k], order=order_of(source.meta["val"]))
 
 
 def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
