@@ -257,7 +257,9 @@ class SegmentWriter:
             body.append("int64_t clock = 0;")
         if self.uses_checks:
             body.append(f"int32_t checks[{n_checks}] = {{}};")
-        given = [f"results[{k}] = (int64_t){self.handles[name]}.release();" for k, name in enumerate(self.kept)]
+        given = [
+            f"results[{k}] = (int64_t){self.handles[name]}.release();" for k, name in enumerate(self.kept)
+        ]
         body += [*self.hoisted, *self.steps, *self.check(n_checks), *given, "return 0;"]
         out += [
             f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
