@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +327,15 @@ def test_first_failure_stops_the_others(tmp_path: Path) -> None:
     assert sleepers() == []
 
 
-def test_keyboard_interrupt_leaves_no_process(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt; a shell that starts tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_keyboard_interrupt_leaves_no_process(tmp_path: Path, interruptible: None) -> None:
     started = tmp_path / "started"
     cxx = compiler_script(tmp_path / "hang", f"touch {started}; sleep {NAP}; true")
     for workers in (1, 2):
@@ -338,7 +346,7 @@ def test_keyboard_interrupt_leaves_no_process(tmp_path: Path) -> None:
             while not started.exists():
                 time.sleep(0.01)
             time.sleep(0.1)
-            os.kill(os.getpid(), 2)
+            os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt).start()
         # A shell that started this process in the background had it ignore the signal.
