@@ -19,7 +19,6 @@ from dicp import compat
 from dicp.compiler import Compiled
 from dicp.config import Config
 from dicp.errors import CacheError
-from dicp.ops.library import register
 from dicp.runtime.artifact import Artifact, sources_digest
 from dicp.runtime.entry import content_hash
 
@@ -80,7 +79,6 @@ def load(data: bytes, config: Config) -> Callable[[list[Any]], Any]:
     """The function of a saved program. Raises CacheError."""
     from dicp import vendor as vendors
 
-    register()
     artifact = Artifact.from_bytes(data)
     vendor = vendors.get(artifact.vendor)
     return vendor.load(artifact, config)  # type: ignore[no-any-return]

@@ -29,6 +29,7 @@ import dicp
 from dicp.compat import higher_order_name
 from dicp.config import Config
 from dicp.errors import CacheError
+from dicp.ops.library import register
 from dicp.runtime.arena import ARENA
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import Key, content_hash, read_meta
@@ -218,6 +219,8 @@ class _Unpickler(pickle.Unpickler):
 def _operator(name: str) -> Any:
     """An operator by its qualified name ("aten::add.Tensor"; without an overload the default one)."""
     space, _, rest = name.partition("::")
+    if space == "dicp":
+        register()
     packet, _, overload = rest.partition(".")
     try:
         return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")

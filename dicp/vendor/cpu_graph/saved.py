@@ -7,15 +7,18 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dicp.errors import CacheError, DicpError
 from dicp.runtime.artifact import Artifact, NotSaveable, SavedUnit
 from dicp.runtime.cache import open_store
-from dicp.runtime.program import Runner
 from dicp.vendor.cpu_graph import toolchain
-from dicp.vendor.cpu_graph.build import LIBRARY, Library, bind, launcher_folder
-from dicp.vendor.cpu_graph.segment import SegmentWriter
+from dicp.vendor.cpu_graph.build import LIBRARY, bind, launcher_folder
+
+if TYPE_CHECKING:  # a process that only loads has no use for what writes code
+    from dicp.runtime.program import Runner
+    from dicp.vendor.cpu_graph.build import Library
+    from dicp.vendor.cpu_graph.segment import SegmentWriter
 
 
 @dataclass(frozen=True)
