@@ -5,7 +5,7 @@
   caches      a second process with the caches of a first one: Dynamo traces, nothing is compiled
   precompile  likewise under torch._dynamo.config.caching_precompile: Dynamo is skipped too
   saved       torch.compile(...).aot_compile(...) in a first process, loaded from its file (caches empty)
-dicp's processes see no compiler (PATH is empty); Inductor's do. `torch.compile` or the load of the file counts
+dicp's processes see no compiler (PATH is empty); Inductor's do. `torch.compile` or the load counts
 as part of the first call; `steady` is a later call.
 """
 
