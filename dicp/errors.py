@@ -68,3 +68,21 @@ class CacheError(DicpError):
 
 class NoCompileError(DicpError):
     """A build was needed while `no_compile` forbids building."""
+
+
+class IndexOutOfRange(IndexError, RuntimeError):
+    """An index read at run time lies outside its dimension. Eager raises IndexError, but RuntimeError for
+    gather and scatters; handlers of either see this."""
+
+
+class DivisionByZero(ZeroDivisionError, RuntimeError):
+    """An integer was divided by zero on the CPU. Eager raises a RuntimeError that reads ZeroDivisionError."""
+
+
+_CHECKS: dict[str, type[Exception]] = {"IndexError": IndexOutOfRange, "ZeroDivisionError": DivisionByZero}
+
+
+def check_error(message: str) -> Exception:
+    """What a failed run-time check raises. Messages read "IndexError: ..." or "ZeroDivisionError: ..."."""
+    kind, _, text = message.partition(": ")
+    return _CHECKS[kind](message if kind == "ZeroDivisionError" else text)

@@ -8,6 +8,8 @@ Leaves:    const(value)   index(Index)   load(buffer, flat Index)   at(value nam
 ref(name)
 Wrappers:  cast(x)   round(x, storage dtype)   masked(condition, x, other): x, whose loads happen only where
 condition
+Checks:    check(position, size, wrap, k)   nonzero(x, k): the first argument; the program raises its k-th
+error where it is out of range, or 0
 Others:    the primitives of UNARY, BINARY and TERNARY
 """
 
@@ -57,6 +59,7 @@ BINARY = frozenset(
 )
 TERNARY = frozenset(["where", "fma"])
 TO_BOOL = frozenset("lt le gt ge eq ne land lor lxor lnot isnan isinf signbit".split())
+CHECKS = ("check", "nonzero")  # the last argument is the check's number
 # Costs in units of one add, for the choice between recomputing a value and keeping it.
 EXPENSIVE = frozenset(
     """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh

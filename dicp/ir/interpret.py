@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dicp.errors import DivisionByZero, IndexOutOfRange
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr, children
 from dicp.ir.index import Index
@@ -102,6 +103,10 @@ def _apply(key: Key, done: dict[Key, torch.Tensor], env: Env, load: Load, ref: R
     args = [done[a, mask] for a in x.args if isinstance(a, Expr)]
     if x.op == "check":
         return _checked(x, args[0], args[1], _live(mask, done))
+    if x.op == "nonzero":
+        if bool((_live(mask, done) & (args[0] == 0)).any()):
+            raise DivisionByZero(f"division check {x.args[1]} failed")
+        return args[0]
     if x.op == "cast":
         return args[0].to(x.dtype)
     if x.op == "round":
@@ -149,5 +154,5 @@ def _checked(x: Expr, position: torch.Tensor, size: torch.Tensor, live: torch.Te
     if wrap:
         position = torch.where(position < 0, position + size, position)
     if bool((live & ((position < 0) | (position >= size))).any()):
-        raise IndexError(f"index check {number} failed")
+        raise IndexOutOfRange(f"index check {number} failed")
     return position

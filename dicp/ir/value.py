@@ -101,3 +101,6 @@ class Builder(Protocol):
         """A run-time integer as an index into a dimension of `size`. Negative counts from the end when
         `wrap`. Out of
         range raises IndexError (naming `what` and the user's line) when the program runs."""
+
+    def nonzero(self, divisor: Expr, what: str) -> Expr:
+        """An integer that is not 0. Where it is, the program raises ZeroDivisionError when it runs."""

@@ -137,6 +137,9 @@ class Reference:
         )
         return ix.of(ix.Opaque(checked, size))
 
+    def nonzero(self, divisor: Expr, what: str) -> Expr:
+        return Expr("nonzero", (divisor, 0), divisor.dtype)
+
 
 class _Grid:
     """Loop variables of some shapes, with the positions of each."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dicp.compat import empty_strided_cpu, tensors_from_handles
-from dicp.errors import DicpError
+from dicp.errors import DicpError, check_error
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
@@ -493,12 +493,12 @@ def _returns_alias(target: Any) -> bool:
 class Failure:
     """Raises what a native segment's return code stands for. Can be pickled."""
 
-    messages: tuple[str, ...]  # of index checks
+    messages: tuple[str, ...]  # of checks
     calls: tuple[tuple[str, str], ...]  # library calls: (op, the user's line)
 
     def __call__(self, code: int) -> None:
         if code > 0:
-            raise IndexError(self.messages[code - 1])
+            raise check_error(self.messages[code - 1])
         target, where = self.calls[-code - 1]
         raise DicpError(f"{target}: the library call failed; its message is on stderr", where=where)
 

@@ -294,14 +294,14 @@ def _rewrite_body(body: list[Statement], leaf, on_index) -> list[Statement]:  # 
 
 
 def _number_checks(body: list[Statement]) -> tuple[list[Statement], list[int]]:
-    """Index checks numbered from 0 within the kernel, so that equal kernels stay equal."""
-    numbers = list(dict.fromkeys(e.args[3] for s in body for e in _all_exprs(s) if e.op == "check"))
+    """Checks numbered from 0 within the kernel, so that equal kernels stay equal."""
+    numbers = list(dict.fromkeys(e.args[-1] for s in body for e in _all_exprs(s) if e.op in ex.CHECKS))
     if not numbers:
         return body, []
 
     def leaf(x: Expr) -> Expr | None:
-        if x.op == "check":
-            return Expr("check", (*x.args[:3], numbers.index(x.args[3])), x.dtype, x.note)
+        if x.op in ex.CHECKS:
+            return Expr(x.op, (*x.args[:-1], numbers.index(x.args[-1])), x.dtype, x.note)
         return None
 
     return _rewrite_body(body, leaf, lambda i: i), numbers

@@ -48,7 +48,7 @@ class Lowered:
         self.inputs: list[Buffer | Index | None] = []
         self.outputs: list[Any] = []  # View | Index | None | input position wrapped in ("input", k)
         self.constants: dict[str, torch.Tensor] = {}
-        self.checks: list[str] = []  # messages of the run-time index checks, by number
+        self.checks: list[str] = []  # messages of the run-time checks, by number (errors.check_error)
         self.symbols: Symbols = Symbols(None)
         self.rounds = False  # whether values passed on inside a kernel are rounded as if through memory
 
@@ -98,6 +98,7 @@ class _Lowering:
         self.node: fx.Node | None = None
         self.mutations: list[tuple[fx.Node, fx.Node]] = []
         self.in_place: dict[fx.Node, Buffer] = {}
+        self.check_numbers: dict[str, int] = {}
         self.returned: dict[
             str, fx.Node
         ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
@@ -455,12 +456,25 @@ class _Lowering:
         position = ex.cast(position, torch.int64)
         if position.op in ("const", "index") and ix.in_range(position.args[0], size):
             return position.args[0]  # type: ignore[no-any-return]
-        number = len(self.out.checks)
-        where = user_location(self.node) if self.node is not None else None
-        self.out.checks.append(f"{what}: index out of range" + (f"\n  at {where}" if where else ""))
+        number = self._check(f"IndexError: {what}: index out of range")
         limit = ex.index_value(size)
         checked = Expr("check", (position, limit, int(wrap), number), torch.int64)
         return ix.of(ix.Opaque(checked, size))
+
+    def nonzero(self, divisor: Expr, what: str) -> Expr:
+        if divisor.op == "const" and divisor.args[0] != 0:
+            return divisor
+        number = self._check(f"ZeroDivisionError: integer division by zero in {what}")
+        return Expr("nonzero", (divisor, number), divisor.dtype)
+
+    def _check(self, message: str) -> int:
+        """The number of a run-time check."""
+        where = user_location(self.node) if self.node is not None else None
+        message += f"\n  at {where}" if where else ""
+        if message not in self.check_numbers:
+            self.check_numbers[message] = len(self.out.checks)
+            self.out.checks.append(message)
+        return self.check_numbers[message]
 
     # -- calls ---------------------------------------------------------------------------------------------
 

@@ -109,6 +109,46 @@ def test_every_indexing_op_checks(name: str) -> None:
         torch.compile(fn, backend="dicp_cpu")(r(7, 3), torch.tensor([0, 7]))
 
 
+DIVISIONS = {
+    "floor_divide": lambda x, y: x // y,
+    "remainder": lambda x, y: x % y,
+    "truncated": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "fmod": lambda x, y: torch.fmod(x, y),
+    "of_a_number": lambda x, y: 5 // y,
+    "not_selected": lambda x, y: torch.where(y == 0, x, x // y),
+    "reduced": lambda x, y: (x % y).sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8], ids=str)
+def test_integer_division_by_zero_raises_as_in_eager(dtype: torch.dtype) -> None:
+    x, y = torch.arange(1, 42).to(dtype), torch.arange(1, 42).to(dtype)
+    for fn in DIVISIONS.values():
+        f = torch.compile(fn, backend="dicp_cpu")
+        close(f(x, y), fn(x, y))
+        for bad in (0, 17, 40):  # in a whole vector, and in the rest
+            zero = y.clone()
+            zero[bad] = 0
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                fn(x, zero)
+            with pytest.raises(RuntimeError, match="ZeroDivisionError") as caught:
+                f(x, zero)
+            assert isinstance(caught.value, ZeroDivisionError) and Path(__file__).name in str(caught.value)
+        close(f(x, y), fn(x, y))  # the next call is well
+        torch._dynamo.reset()
+
+
+def test_what_nobody_divides_is_no_division_by_zero() -> None:
+    x, y = torch.arange(1, 9), torch.tensor([2, 0])
+
+    def fn(x, y):  # the second half is not divided
+        return torch.cat([x[:4] // y[0], x[4:]]), x / y[1], (x * 1.5) // y[1], x // 3
+
+    close(torch.compile(fn, backend="dicp_cpu")(x, y), fn(x, y))
+    with pytest.raises(RuntimeError, match="negative integer powers"):
+        torch.compile(lambda x: x**-1, backend="dicp_cpu")(x)
+
+
 def test_user_shape_error_is_eagers() -> None:
     def bad(x, y):
         return (x @ y).relu()

@@ -11,7 +11,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.value import Builder, Value
 from dicp.ops import scalar as s
 from dicp.ops.rules.pointwise import apply_body, bind, broadcast, convert, scalar_expr
-from dicp.ops.table import Row, elementwise, row
+from dicp.ops.table import Body, Declined, Row, elementwise, row
 
 
 def scaled(x: Expr, factor: Any) -> Expr:
@@ -59,6 +59,14 @@ def power(x: Expr, y: Expr) -> Expr:
     return s.pow_(x, y)
 
 
+def power_rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
+    binding = bind(node.target, args, kwargs)
+    exponent = binding.operands[1][1]
+    if isinstance(exponent, int) and exponent < 0 and not b.meta(node)[1].is_floating_point:
+        raise Declined("an integer to a negative power, an error in eager")
+    return apply_body(power, "DEFAULT", binding, *b.meta(node))
+
+
 def divide(x: Expr, y: Expr, rounding_mode: str | None = None) -> Expr:
     if rounding_mode is None:
         return x / y
@@ -68,9 +76,34 @@ def divide(x: Expr, y: Expr, rounding_mode: str | None = None) -> Expr:
 def divide_rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
     """True division gives floats; division with a rounding mode keeps integers."""
     binding = bind(node.target, args, kwargs)
-    rounded = binding.settings.get("rounding_mode") is not None
-    return apply_body(divide, "DEFAULT" if rounded else "INT_TO_FLOAT", binding, *b.meta(node),
-                      stepped=rounded)
+    if binding.settings.get("rounding_mode") is None:
+        return apply_body(divide, "INT_TO_FLOAT", binding, *b.meta(node))
+    return apply_body(guarded(b, node, divide), "DEFAULT", binding, *b.meta(node), stepped=True)
+
+
+def guarded(b: Builder, node: torch.fx.Node, body: Body) -> Body:
+    """The body of an integer division: by zero it is an error on the CPU, as in eager; a GPU gives some
+    number."""
+    if node.meta["val"].device.type != "cpu":
+        return body
+    name = node.target._opname  # type: ignore[union-attr]
+
+    def checked(x: Expr, y: Expr, **settings: Any) -> Expr:
+        whole = not y.dtype.is_floating_point and y.dtype != torch.bool
+        return body(x, b.nonzero(y, name) if whole else y, **settings)  # type: ignore[no-any-return]
+
+    return checked
+
+
+def division(name: str, *overloads: Any, body: Body) -> Row:
+    """The row of a division that gives integers for integers."""
+
+    def rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
+        binding = bind(node.target, args, kwargs)
+        return apply_body(guarded(b, node, body), "DEFAULT", binding, *b.meta(node), stepped=True)
+
+    rule.__name__ = name
+    return Row(name, overloads, "elementwise", rule, body)
 
 
 def lerp(start: Expr, end: Expr, weight: Any) -> Expr:
@@ -104,12 +137,12 @@ def arithmetic_rows() -> Iterator[Row]:
     yield elementwise("mul", aten.mul.Tensor, aten.mul.Scalar, prims.mul.default, body=mul)
     yield Row("div", (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode,
                       aten.true_divide.Tensor, aten.true_divide.Scalar), "elementwise", divide_rule, divide)
-    yield elementwise("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor,
-                      stepped=True)
-    yield elementwise("remainder", aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,
-                      body=s.remainder, stepped=True)
-    yield elementwise("fmod", aten.fmod.Tensor, aten.fmod.Scalar, body=s.fmod, stepped=True)
-    yield elementwise("pow", aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar, body=power)
+    yield division("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor)
+    yield division("remainder", aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,
+                   body=s.remainder)
+    yield division("fmod", aten.fmod.Tensor, aten.fmod.Scalar, body=s.fmod)
+    yield Row("pow", (aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar), "elementwise",
+              power_rule, power)
     yield elementwise("square", aten.square.default, body=lambda x: x * x, promote="BOOL_TO_LONG")
     yield elementwise("neg", aten.neg.default, prims.neg.default, body=s.neg)
     yield elementwise("abs", aten.abs.default, prims.abs.default,

@@ -69,7 +69,7 @@ def signature(kernel: Kernel, name: str) -> str:
 def has_checks(kernel: Kernel) -> bool:
     from dicp.schedule.kernels import _all_exprs
 
-    return any(e.op == "check" for s in kernel.body for e in _all_exprs(s))
+    return any(e.op in ex.CHECKS for s in kernel.body for e in _all_exprs(s))
 
 
 def choose_shape(kernel: Kernel, lanes: int) -> Shape:

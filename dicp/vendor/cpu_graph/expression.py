@@ -178,7 +178,7 @@ class ExpressionWriter:
 
     def reads_memory(self, x: Expr) -> bool:
         if x not in self._loads:
-            self._loads[x] = x.op in ("load", "check") or any(self.reads_memory(c) for c in ex.children(x))
+            self._loads[x] = x.op in ("load", *ex.CHECKS) or any(self.reads_memory(c) for c in ex.children(x))
         return self._loads[x]
 
     def needs(self, x: Expr) -> frozenset[Any]:
@@ -235,6 +235,9 @@ class ExpressionWriter:
             return self._masked(x, scope, mask)
         if x.op == "check":
             return self._check(x, scope, mask)
+        if x.op == "nonzero":
+            value = self.write(x.args[0], scope, mask)
+            return f"nonzero({value}, err + {x.args[1]}, {self._active(x, scope, mask)})"
         args = [self.write(a, scope, mask) for a in x.args if isinstance(a, Expr)]
         text = self._call(x, args)
         if x.dtype in WRAPPED and x.op in WRAPPING:
@@ -292,11 +295,15 @@ class ExpressionWriter:
     def _check(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
         position, limit, wrap, number = x.args
         p, n = self.write(position, scope, mask), self.write(limit, scope, mask)
+        wraps = "true" if wrap else "false"
+        return f"check_index({p}, {n}, {wraps}, err + {number}, {self._active(x, scope, mask)})"
+
+    def _active(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
+        """Arguments that tell a check which lanes count."""
         lanes = scope.lanes if self.is_vector(x) and scope.lanes is not None else "One{}"
-        guard = ""
-        if mask is not None:
-            guard = f", hany({mask.name})" if mask.vector and lanes == "One{}" else f", {mask.name}"
-        return f"check_index({p}, {n}, {'true' if wrap else 'false'}, err + {number}, {lanes}{guard})"
+        if mask is None:
+            return lanes
+        return f"{lanes}, hany({mask.name})" if mask.vector and lanes == "One{}" else f"{lanes}, {mask.name}"
 
     # -- indices -------------------------------------------------------------------------------------------
 

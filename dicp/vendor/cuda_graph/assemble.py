@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dicp import compat
-from dicp.errors import NoCompileError
+from dicp.errors import NoCompileError, check_error
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.runtime.program import Program, Runner, Segment
@@ -302,7 +302,7 @@ class DeviceRunner(Runner):
 
 
 class Checks:
-    """The flags of a program's run-time index checks."""
+    """The flags of a program's run-time checks."""
 
     flags: torch.Tensor
     host: Any = None
@@ -312,14 +312,14 @@ class Checks:
         self.messages, self.pinned = messages, pinned
 
     def raise_any(self) -> None:
-        """IndexError for the first flag that is up; all come down. The first call makes the flags."""
+        """The error of the first flag that is up; all come down. The first call makes the flags."""
         if self.host is None:
             self.flags = torch.zeros(len(self.messages), dtype=torch.int32, pin_memory=self.pinned)
             self.address, self.host = self.flags.data_ptr(), self.flags.numpy()
         if self.host.any():
             number = int(self.host.argmax())
             self.host[:] = 0
-            raise IndexError(self.messages[number])
+            raise check_error(self.messages[number])
 
 
 def on_device(call: Callable[[list[Any]], Any], anchor: int | None) -> Callable[[list[Any]], Any]:

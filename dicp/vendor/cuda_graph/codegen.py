@@ -331,7 +331,7 @@ class _KernelWriter:
         self.writer = ExpressionWriter(dims, self._shape, live)
         self.writer.storage = {p.name: p.dtype for p in kernel.params}
         self.inner = frozenset(a.var for a in tile.r)
-        self.checks = any(e.op == "check" for s in kernel.body for e in _exprs(s))
+        self.checks = any(e.op in ex.CHECKS for s in kernel.body for e in _exprs(s))
         self.scans = {r: s for s in kernel.body if isinstance(s, Scan) for r in s.refs}
 
     def _shape(self, dims: Dims) -> str:

@@ -457,6 +457,14 @@ def check(position, size, wrap: tl.constexpr, flag, live):
     return tl.where(bad, 0, position)
 
 
+@triton.jit
+def nonzero(x, flag, live):
+    """An integer divisor. Zero: raises `flag`, becomes 1."""
+    bad = x == 0
+    tl.store(flag + (x * 0).to(tl.int32), 1, mask=bad & live)
+    return tl.where(bad, tl.full([], 1, x.dtype), x)
+
+
 # -- along the second dim of a tile --------------------------------------------------------------------------
 
 

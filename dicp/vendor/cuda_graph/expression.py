@@ -180,7 +180,7 @@ class ExpressionWriter:
 
     def reads_memory(self, x: Expr) -> bool:
         if x not in self._loads:
-            self._loads[x] = x.op in ("load", "check") or any(self.reads_memory(c) for c in ex.children(x))
+            self._loads[x] = x.op in ("load", *ex.CHECKS) or any(self.reads_memory(c) for c in ex.children(x))
         return self._loads[x]
 
     def _home(self, x: Expr, scope: Scope) -> Scope:
@@ -225,6 +225,8 @@ class ExpressionWriter:
             return self._masked(x, scope, mask)
         if x.op == "check":
             return self._check(x, scope, mask)
+        if x.op == "nonzero":
+            return self._nonzero(x, scope, mask)
         if x.op == "cast":
             return cast_text(self.write(x.args[0], scope, mask), x.args[0].dtype, x.dtype)
         if x.op == "round":
@@ -295,6 +297,11 @@ class ExpressionWriter:
         p = self.full(position, scope, dims, mask)
         live = self.mask_text(dims, mask) or "tl.full([], True, tl.int1)"
         return f"d.check({p}, {self.write(limit, scope, mask)}, {bool(wrap)}, flags + {number}, {live})"
+
+    def _nonzero(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
+        dims = self.dims(x) | (mask.dims if mask is not None else NO_DIMS)
+        live = self.mask_text(dims, mask) or "tl.full([], True, tl.int1)"
+        return f"d.nonzero({self.full(x.args[0], scope, dims, mask)}, flags + {x.args[1]}, {live})"
 
     # -- memory ----------------------------------------------------------------------------------------------
 

@@ -126,6 +126,15 @@ def test_index_out_of_range_is_an_error_with_the_users_line(compiled: Any) -> No
         fn(torch.ones(4), torch.tensor([4]))
 
 
+def test_integer_division_by_zero_is_an_error_on_the_cpu(compiled: Any) -> None:
+    fn = compiled(lambda x, y: x // y + x % y)
+    x, y = torch.arange(10, 16), torch.tensor([1, 2, -3, 4, 5, 6])
+    assert torch.equal(fn(x, y), x // y + x % y)
+    y[3] = 0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        fn(x, y)
+
+
 def test_seed_means_what_it_means_under_eager(compiled: Any) -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.5) + torch.rand_like(x)

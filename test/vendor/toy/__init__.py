@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 import dicp
+from dicp.errors import check_error
 from dicp.ir import index as ix
 from dicp.ir.expr import BINARY, UNARY, Expr, walk
 from dicp.ir.index import Index
@@ -49,8 +50,14 @@ def load(b: torch.Tensor, at: Any) -> torch.Tensor:
 def check(at: torch.Tensor, size: torch.Tensor, wrap: int, message: str) -> torch.Tensor:
     at = torch.where(at < 0, at + size, at) if wrap else at
     if bool(((at < 0) | (at >= size)).any()):
-        raise IndexError(message)
+        raise check_error(message)
     return at
+
+
+def nonzero(x: torch.Tensor, message: str) -> torch.Tensor:
+    if bool((x == 0).any()):
+        raise check_error(message)
+    return x
 
 
 def reduce(inner: int, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
@@ -65,7 +72,7 @@ def store(b: torch.Tensor, at: Any, value: torch.Tensor, shape: tuple[int, ...],
     write(b, at.expand(shape).reshape(-1), value.expand(shape).reshape(-1), mode)
 
 
-RUNTIME: dict[str, Any] = {f.__name__: f for f in (grid, load, check, reduce, scanned, store)}
+RUNTIME: dict[str, Any] = {f.__name__: f for f in (grid, load, check, nonzero, reduce, scanned, store)}
 RUNTIME |= {"torch": torch, "constant": torch.tensor}
 
 
@@ -109,6 +116,8 @@ def spelled(x: Expr, names: dict[Expr, str]) -> str:
         return f"{args[0]}.to({args[1]}).to({x.dtype})"
     if x.op == "check":
         return f"check({args[0]}, {args[1]}, {args[2]}, messages[{args[3]}])"
+    if x.op == "nonzero":
+        return f"nonzero({args[0]}, messages[{args[1]}])"
     return WORDS[x.op].format(*args)
 
 

@@ -28,6 +28,19 @@ DICP_INLINE vi64 check_index(vi64 i, int64_t size, bool wrap, int32_t* flag, N l
   return check_index(i, size, wrap, flag, lanes, splat<vbool>(m));
 }
 
+// An integer divisor: a zero raises the flag.
+template <class V, class N> DICP_INLINE V nonzero(V x, int32_t* flag, N lanes, vbool m) {
+  if (hany(land(land(eq(x, 0), m), active(lanes)))) *flag = 1;
+  return x;
+}
+template <class V, class N> DICP_INLINE V nonzero(V x, int32_t* flag, N lanes, bool m = true) {
+  if constexpr (is_vec<V>) return nonzero(x, flag, lanes, splat<vbool>(m));
+  else {
+    if (m && x == 0) *flag = 1;
+    return x;
+  }
+}
+
 // A float sum whose rounding error grows with n / 64, not n: parts of 64 steps are added up on their own.
 template <class V> struct LongSum {
   V part, total;

@@ -151,10 +151,6 @@ template <class V> DICP_INLINE V sinh(V x) { return by_lib([](auto a) { return l
 template <class V> DICP_INLINE V cosh(V x) { return by_lib([](auto a) { return lib::cosh(a); }, x); }
 template <class V> DICP_INLINE V asinh(V x) { return by_lib([](auto a) { return lib::asinh(a); }, x); }
 template <class V> DICP_INLINE V acosh(V x) { return by_lib([](auto a) { return lib::acosh(a); }, x); }
-template <class A, class B> DICP_INLINE auto fmod(A x, B y) {
-  using V = common<A, B>;
-  return by_lib([](auto a, auto b) { return lib::fmod(a, b); }, cast<V>(x), cast<V>(y));
-}
 
 // maximum, minimum: NaN wins; fmax, fmin: NaN loses
 template <class A, class B> DICP_INLINE auto maximum(A x, B y) {
@@ -268,7 +264,7 @@ template <class V> DICP_INLINE V digamma(V x) {
   else return (V)digamma_f64(x);
 }
 
-// div_trunc, div_floor, remainder (sign of the divisor). Integers: x / 0 and x % 0 are 0, INT_MIN / -1 wraps.
+// div_trunc, div_floor, fmod (sign of the dividend), remainder (of the divisor). Integers: x / 0 and x % 0 are 0, INT_MIN / -1 wraps.
 template <class T> DICP_INLINE T div_int(T a, T b) {
   using U = choose<sizeof(T) == 8, uint64_t, uint32_t>;
   return b == 0 ? 0 : b == -1 ? (T)(0 - (U)a) : a / b;
@@ -284,11 +280,15 @@ template <class A, class B> DICP_INLINE auto div_trunc(A x, B y) {
     return where(eq(b, 0), 0, where(eq(b, -1), 0 - a, q));
   }
 }
+template <class A, class B> DICP_INLINE auto fmod(A x, B y) {
+  using V = common<A, B>;
+  V a = cast<V>(x), b = cast<V>(y);
+  if constexpr (is_float<V>) return by_lib([](auto p, auto q) { return lib::fmod(p, q); }, a, b);
+  else return where(eq(b, 0), 0, a - div_trunc(a, b) * b);
+}
 template <class A, class B> DICP_INLINE auto remainder(A x, B y) {
   using V = common<A, B>;
-  V a = cast<V>(x), b = cast<V>(y), r;
-  if constexpr (is_float<V>) r = fmod(a, b);
-  else r = where(eq(b, 0), 0, a - div_trunc(a, b) * b);
+  V a = cast<V>(x), b = cast<V>(y), r = fmod(a, b);
   return where(land(ne(r, 0), lxor(lt(r, 0), lt(b, 0))), r + b, r);
 }
 template <class A, class B> DICP_INLINE auto div_floor(A x, B y) {
