@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -132,12 +134,22 @@ def aot_compile(
 
             compilers = {k: SerializableAOTDispatchCompiler(output_code(), c) for k, c in compilers.items()}
             stack.enter_context(_caching(tag))
-        return aot_autograd(
+        compiled = aot_autograd(
             **compilers,
             decompositions=decompositions,
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
+        return _for_file(compiled) if must_save() else compiled
+
+
+def _for_file(compiled: Any) -> Any:
+    """What torch's `aot_compile` takes from a backend: 2.11 wraps the result of its own backends only."""
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12) or not hasattr(compiled, "serialize"):
+        return compiled
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+
+    return BundledAOTAutogradSerializableCallable(compiled)
 
 
 @contextmanager
@@ -218,6 +230,25 @@ def recompile_reason() -> str | None:
 
     reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
     return None if reason is None else str(reason)
+
+
+def compiled_frame() -> tuple[str, dict[str, Any]]:
+    """The function that Dynamo is compiling ("f (model.py:12)") and its arguments; ("", {}) where it is not
+    to be found: Dynamo hands backends neither, so they are read off its frames on the stack."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == _CONVERT:
+            code = frame.f_locals.get("code")
+            compiled = frame.f_locals.get("frame")
+            values = getattr(compiled, "f_locals", None) or frame.f_locals.get("locals") or {}
+            if code is None:
+                break
+            return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})", dict(values)
+        frame = frame.f_back
+    return "", {}
+
+
+_CONVERT = "torch._dynamo.convert_frame"
 
 
 def report_output_strides(strides: list[Any]) -> None:

@@ -43,6 +43,7 @@ class Model(nn.Module):
         return y, x[keep]  # a size that only the data tells: an extern call
 
 torch._dynamo.config.capture_dynamic_output_shape_ops = True
+torch._dynamo.config.enable_aot_compile = True  # off in 2.11
 torch._dynamo.config.caching_precompile = "precompile" in task
 model = Model()
 torch.manual_seed(1)
