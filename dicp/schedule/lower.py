@@ -102,6 +102,7 @@ class _Lowering:
         self.returned: dict[
             str, fx.Node
         ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
+        self.dense: dict[fx.Node, Shape] = {}  # calls whose results do not lie as they were traced
         self.uses = _use_counts(gm)
         self.shared = _returned_together(gm)
 
@@ -577,7 +578,8 @@ class _Lowering:
             if not isinstance(v, torch.Tensor) or not _dense(v):
                 outs.append(None if v is None else Raw(f"{node.name}_{k}"))
                 continue
-            layout = strides[k] if strides is not None and strides[k] is not None else self._sizes(v.stride())
+            layout = strides[k] if strides is not None else None
+            layout = self._call_strides(node, v) if layout is None else layout
             outs.append(self._buffer(self._sizes(v.shape), v.dtype, layout, kind))
         tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
         self.out.defs.append(Call(tensors, _note(node), node, args, kwargs, claim, tuple(outs)))
@@ -586,6 +588,16 @@ class _Lowering:
             for b in outs
         )
         return results if isinstance(val, (tuple, list)) else results[0]
+
+    def _call_strides(self, node: fx.Node, val: torch.Tensor) -> Shape:
+        """As traced; dense where the trace promises that elements of a new tensor share memory, as the fake
+        implementations do that repeat their operand's strides."""
+        shape = self._sizes(val.shape)
+        if _returns_views(node) or _no_overlap(val):
+            return self._sizes(val.stride())
+        strides = dense_strides(shape, tuple(range(len(shape))))
+        self.dense[node] = strides
+        return strides
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -608,19 +620,35 @@ class _Lowering:
     def _mutation_source(self, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Value | None:
         """What is written over a graph input; materialised first when it reads memory that is about to
         change."""
-        if src in self.in_place and self.in_place[src] is self.out.buffers[ph.name]:
-            return None
         value = self.values[src]
         shape, dtype = self.meta(ph)
+        if src in self.in_place and self._is_whole(value, self.out.buffers[ph.name]):
+            return None
         if isinstance(value, Buffer):
             raise UnsupportedOp(f"copy_ into {ph.name}: dtype {value.dtype} cannot be stored by a kernel")
         wanted = _broadcast_to(_converted(value, dtype), shape)
         idx = self._vars(shape)
         expr = wanted(idx)
-        reads = [e for e in ex.walk(expr) if e.op == "at" and e.args[0] in mutated]
+        reads = [
+            e
+            for e in ex.walk(expr)
+            if e.op == "at" and self._memory_of(self.out.buffers[e.args[0]]).name in mutated
+        ]
         if all(e.args == (ph.name, idx) for e in reads):
             return wanted
         return self._named(wanted, ph)
+
+    def _is_whole(self, value: Any, buffer: Buffer) -> bool:
+        """Whether the value is what lies in the buffer, element for element."""
+        if not isinstance(value, Value):
+            return False
+        idx = self._vars(value.shape)
+        expr = value(idx)
+        return (
+            expr.op == "at"
+            and expr.args[1] == idx
+            and self._memory_of(self.out.buffers[expr.args[0]]) is buffer
+        )
 
     def _memory_of(self, buffer: Buffer) -> Buffer:
         """The buffer that owns the memory: a scatter's result lives in its base."""
@@ -641,7 +669,7 @@ class _Lowering:
             return value
         if isinstance(value, Buffer):
             return View(value, value.shape, value.strides)
-        shape, strides = self._sizes(val.shape), self._sizes(val.stride())
+        shape, strides = self._sizes(val.shape), self.dense.get(r) or self._sizes(val.stride())
         idx = self._vars(shape)
         expr = value(idx)
         if expr.op == "at":
@@ -683,15 +711,18 @@ def _returned_together(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _view_root(node: fx.Node) -> fx.Node:
     """The node whose memory eager's result shares, going back through views."""
-    while (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and any(r.alias_info is not None for r in node.target._schema.returns)
-        and node.args
-        and isinstance(node.args[0], fx.Node)
-    ):
-        node = node.args[0]
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        maker = node.args[0] if node.target is operator.getitem else node  # a piece of a split, say
+        if not _returns_views(maker) or not isinstance(maker.args[0], fx.Node):
+            break
+        node = maker.args[0]
     return node
+
+
+def _returns_views(node: fx.Node) -> bool:
+    """Whether results of the node share memory with what it is given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def _no_elements(val: Any) -> bool:

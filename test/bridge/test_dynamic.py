@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import close, compiles
+from checks import check, close, compiles
 
 
 def r(*shape: int) -> torch.Tensor:
@@ -146,3 +146,7 @@ def test_memory_plan_with_symbols_names_them() -> None:
         f(r(6, 4))
     plan = found[0].program.plan
     assert plan.offset and not isinstance(plan.size, int)
+
+
+def test_pieces_of_symbolic_size_are_views_as_in_eager() -> None:
+    check(lambda x: x.chunk(2, 1)[1], r(1, 2), dynamic=True)  # one of several results of one operator

@@ -138,6 +138,12 @@ MUTATIONS = {
     "cache_update": (cache_update, r(2, 9, 20), r(2, 3, 20), torch.tensor([4, 1, 7])),
     "cache_slot": (cache_slot, r(2, 9, 20), r(2, 2, 20)),
     "scatter_in_place": (scatter_in_place, r(9, 20), torch.tensor([3, 3, 0]), r(3, 20)),
+    "means_in_place": (
+        lambda x, i, y: x.index_reduce_(0, i, y, "mean"),
+        r(9, 20),
+        torch.tensor([3, 3, 0]),
+        r(3, 20),
+    ),
     "scatter_reads_old": (scatter_reads_old, r(9, 20), torch.tensor([3, 3, 0]), r(3, 20)),
     "put_in_place": (put_in_place, r(9, 20), torch.tensor([3, 8, 0]), r(3, 20)),
     "two_updates": (two_updates, r(9, 20), torch.tensor([3, 3, 0]), r(3, 20)),

@@ -27,6 +27,12 @@ EDGES = {
     "one_element": (lambda x: (x.softmax(0), x.var(unbiased=False), x.sum(), x.cumsum(0)), r(1)),
     "expanded": (lambda x: (x + 1, x.sum(0), x.contiguous()), r(1, 7).expand(5, 7)),
     "expanded_inside": (lambda x: x.relu() * 2, r(4, 1, 6).expand(4, 3, 6)),
+    "bias_of_one_element": (lambda b, x, y: torch.addmm(b, x, y), r(1), r(2, 2), r(2, 3)),
+    "scatter_over_an_expanded_tensor": (
+        lambda x, y: torch.as_strided_scatter(x, y, (2, 2, 4), (8, 4, 1), 0),
+        r(1).expand(16),
+        r(2, 2, 4),
+    ),
     "negative_zero": (
         lambda x: (x.abs(), -x, x * 0, x.sqrt(), 1 / x, torch.maximum(x, -x)),
         torch.tensor([0.0, -0.0, 1.0]),

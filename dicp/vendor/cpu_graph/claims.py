@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.compat import known_equal
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 
@@ -138,7 +139,8 @@ def _addmm(node: fx.Node, eager: bool) -> Claim | None:
         return None
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = node.args[0].meta["val"]  # type: ignore[union-attr]
-    plain = bias.dim() == 1 and beta == 1 and alpha == 1
+    columns = node.meta["val"].shape[-1]
+    plain = bias.dim() == 1 and known_equal(bias.shape[0], columns) and beta == 1 and alpha == 1
     if not eager and plain and prefers_onednn(_dtype(node)):  # type: ignore[arg-type]
         return Claim(
             "addmm: oneDNN",
