@@ -7,13 +7,18 @@ import types
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "backend", "explain"]
+__all__ = ["__version__", "backend", "explain", "precompile"]
 
 
 def backend(vendor: Any) -> Any:
     """The backend of a vendor: `torch.compile(model, backend=dicp.backend("toy"))`. `vendor`: the name of an
     installed one, or the vendor itself. Raises DicpError, naming near matches."""
     return importlib.import_module("dicp.dynamo_bridge.backend").backend_for(vendor)
+
+
+def precompile(model: Any, example_inputs: Any, sizes: Any = None, **given: Any) -> Any:
+    """Compile a model for these sizes ahead of the first request; see `dicp.ahead.precompile`."""
+    return importlib.import_module("dicp.ahead").precompile(model, example_inputs, sizes, **given)
 
 
 class _Package(types.ModuleType):

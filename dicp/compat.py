@@ -224,6 +224,11 @@ def end_bundling() -> None:
         settings.__exit__(None, None, None)
 
 
+def maybe_mark_dynamic(t: torch.Tensor, d: int) -> None:
+    """Have Dynamo make this size symbolic, unless the model needs it to be a number."""
+    torch._dynamo.maybe_mark_dynamic(t, d)
+
+
 def recompile_reason() -> str | None:
     """Which guard failed, and on which values, where Dynamo compiles a function again; else None."""
     from torch._dynamo.utils import get_metrics_context
@@ -243,7 +248,8 @@ def compiled_frame() -> tuple[str, dict[str, Any]]:
             values = getattr(compiled, "f_locals", None) or frame.f_locals.get("locals") or {}
             if code is None:
                 break
-            return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})", dict(values)
+            file = os.path.basename(code.co_filename)
+            return f"{code.co_name} ({file}:{code.co_firstlineno})", dict(values)
         frame = frame.f_back
     return "", {}
 

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dicp.vendor.*",),
     ("dicp.compiler",),
     ("dicp.dynamo_bridge",),
-    ("dicp.explain", "dicp.cache", "dicp.info", "dicp.bench", "dicp.conformance"),
+    ("dicp.explain", "dicp.cache", "dicp.info", "dicp.bench", "dicp.ahead", "dicp.conformance"),
 )
 # Inside one layer, folders named here import each other in this order only.
 FOLDERS = ("dicp.vendor.cpu_graph", "dicp.vendor.cuda_graph")
@@ -31,6 +31,7 @@ FOLDERS = ("dicp.vendor.cpu_graph", "dicp.vendor.cuda_graph")
 # (importer, imported): why a line may point up.
 EXCEPTIONS = {
     ("dicp", "dicp.explain"): "a property: loaded when the user calls dicp.explain",
+    ("dicp", "dicp.ahead"): "loaded when the user calls dicp.precompile",
     ("dicp.autoload", "dicp.runtime.artifact"): "loaded when torch hands a saved artifact back",
     ("dicp.info", "dicp.vendor.cpu_graph"): "reports the compiler that vendor found",
     ("dicp.cache", "dicp.vendor.cpu_graph"): "verifies the entries that vendor built",

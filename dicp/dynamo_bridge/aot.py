@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +12,11 @@ import torch.fx as fx
 from dicp import compat
 from dicp.compiler import Compiled, compile_graph, watched
 from dicp.dynamo_bridge import saved
+from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes.layout import FREE_OUTPUTS, repropagate
 from dicp.schedule.defs import View
 from dicp.vendor.base import takes_graphs
-
-log = logging.getLogger("dicp")
 
 
 def compile_joint(
@@ -28,9 +25,7 @@ def compile_joint(
     """Trace forward and (where gradients are needed) backward, and compile each; or take what torch's cache
     has of an earlier compile."""
     stored = compat.must_save() or (not watched() and saved.can_save(gm, vendor, config))
-    reason = compat.recompile_reason()
-    if reason is not None:
-        note_recompile(gm, reason, config)
+    note_recompile(config)
 
     def inner(role: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -108,15 +103,6 @@ def output_strides(compiled: Compiled) -> list[Any]:
     ):
         return []
     return [o.strides if isinstance(o, View) else None for o in outputs]
-
-
-def note_recompile(gm: fx.GraphModule, reason: str, config: Any) -> None:
-    """One line: the function, and the guard that failed with what it expected and what it got."""
-    compat.counters()["recompiles"] += 1
-    text = " ".join(reason.split())
-    log.info("recompile %s", text)
-    if config.debug >= 1:
-        print(f"dicp: recompile {text}", file=sys.stderr)
 
 
 def _count(compiled: Compiled) -> None:
