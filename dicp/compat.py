@@ -292,6 +292,13 @@ def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
+def load_backend(name: str) -> None:
+    """Import what a backend of torch.compile consists of, and compile nothing."""
+    torch._dynamo.backends.registry.lookup_backend(name)
+    if name == "inductor":
+        from torch._inductor import compile_fx  # noqa: F401
+
+
 def clear_graph_breaks() -> None:
     from torch._dynamo.utils import counters as all_counters
 

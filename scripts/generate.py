@@ -41,14 +41,10 @@ def parse() -> argparse.Namespace:
 
 def generate(model: Any, backend: str, dtype: Any, ids: Any, count: int) -> Run:
     """Prefill and decode under one backend; the models share their parameters."""
-    import torch
-    from model import arms, measure
+    from dicp.bench import arms, contestants, measure
 
-    if backend == "inductor":
-        import torch._inductor.compile_fx  # noqa: F401  imports are not compile time
-    elif backend != "eager":
-        torch._dynamo.backends.registry.lookup_backend(backend)
-    decoder = arms.Decoder(arms.compiled_arm(model, backend, dtype, dynamic=False), ids.shape[1] + count)
+    contestants.get(backend).load()
+    decoder = arms.Decoder(arms.compiled_arm(model, backend, dtype), ids.shape[1] + count)
 
     def decode() -> None:
         decoder.rewind(ids.shape[1])
@@ -74,19 +70,21 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> int:
     import torch
-    from workloads import DTYPES, conditions  # which makes test/model importable
-    from model import arms, measure  # isort: skip
-    from model.models import CASES, LLAMA_NEW_TOKENS, llama_dir, obstacle, tokenizer  # isort: skip
+
+    from dicp.bench import arms, contestants, measure
+    from dicp.bench.models import CASES, obstacle
+    from dicp.bench.models.text import LLAMA_NEW_TOKENS, llama_dir, tokenizer
+    from dicp.bench.run import machine
+    from dicp.bench.workloads import DTYPES
 
     backends = args.backends.split(",")
-    known = ["eager", *torch._dynamo.list_backends(exclude_tags=())]
-    unknown = [name for name in backends if name not in known]
+    unknown = [name for name in backends if not contestants.known(name)]
     problem = f"no such backend: {', '.join(unknown)}" if unknown else obstacle(["llama"])
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     dtype, count = DTYPES[args.dtype], LLAMA_NEW_TOKENS[args.size]
-    print(", ".join(f"{k} {v}" for k, v in conditions().items()))
+    print(", ".join(f"{k} {v}" for k, v in machine().items()))
     model = arms.cast(CASES["llama"].build(args.size), dtype)
     ids = CASES["llama"].inputs(args.size, 0, dtype)["input_ids"]
     layers, width = model.config.num_hidden_layers, model.config.hidden_size

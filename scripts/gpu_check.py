@@ -193,12 +193,12 @@ def model_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
         "encoder": (transformer(), {"src": torch.randn(8, 512, 1024)})
     }
     try:
-        from model.models import CASES
+        from dicp.bench.models import CASES
 
         for name, case in CASES.items():
             cases[name] = (case.build("full"), case.inputs("full", 0, torch.bfloat16))
     except ImportError as e:
-        print(f"without the five models: {e}")
+        print(f"without the models: {e}")
     return cases
 
 

@@ -20,10 +20,13 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from model import arms, checks, measure
-from model.models import CASES, LLAMA_NEW_TOKENS, LLAMA_PROMPTS, Case, obstacle, tokenizer
+from dicp.bench import arms, measure
+from dicp.bench.models import CASES, Case, obstacle
+from dicp.bench.models.text import LLAMA_NEW_TOKENS, LLAMA_PROMPTS, tokenizer
+from dicp.bench.workloads import DTYPES
+from model import arms as runs
+from model import checks
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BACKENDS = ("dicp_cpu", "cpugraph", "dicp_cuda", "cudagraph", "dicp", "inductor", "aot_eager", "eager")
 VARIANTS = (0, 1, 2)
 
@@ -123,7 +126,7 @@ def make_trio(
     model = arms.cast(case.build(size), dtype)
     elements = sum(p.numel() for p in model.parameters())
     roomy = elements * (8 + dtype.itemsize) < 0.7 * memory_available()
-    exact = arms.exact_arm(model) if roomy else None
+    exact = runs.exact_arm(case, model) if roomy else None
     if not roomy:
         result.notes.append("no float64 run: too little memory for it; only tokens are compared")
     twin = copy.deepcopy(model) if roomy else model
@@ -167,15 +170,15 @@ def check_training(trio: Trio, result: Result) -> None:
     each step, the losses, and the buffers (running statistics) at the end; at other sizes, one step."""
     assert trio.exact is not None
     case, steps = trio.case, trio.case.steps
-    with arms.restored([trio.got.model]):
-        seconds = compile_seconds(lambda: arms.train(trio.got, case, trio.inputs(0), 1))
+    with runs.restored([trio.got.model]):
+        seconds = compile_seconds(lambda: runs.train(trio.got, case, trio.inputs(0), 1))
         result.compile_s = (result.compile_s or 0.0) + seconds
     graphs = graphs_compiled()
     for variant in trio.variants:
         count, inputs = steps if variant == 0 else 1, trio.inputs(variant)
-        with arms.restored(arm.model for arm in (trio.got, trio.eager, trio.exact)):
-            ways = arms.eager_ways(trio.eager, case, inputs, count)
-            got, exact = (arms.train(arm, case, inputs, count) for arm in (trio.got, trio.exact))
+        with runs.restored(arm.model for arm in (trio.got, trio.eager, trio.exact)):
+            ways = runs.eager_ways(trio.eager, case, inputs, count)
+            got, exact = (runs.train(arm, case, inputs, count) for arm in (trio.got, trio.exact))
             buffers, exact_buffers = (
                 {k: b.clone() for k, b in a.model.named_buffers()} for a in (trio.got, trio.exact)
             )
@@ -184,19 +187,19 @@ def check_training(trio: Trio, result: Result) -> None:
         first = [run[0].gradients for run in eager]
         result.hold(checks.judge_group(at + "gradient", got[0].gradients, first, exact[0].gradients, kinks))
         result.hold(checks.judge_group(at + "buffer", buffers, eager_buffers, exact_buffers, kinks))
-        scores = arms.all_scores(exact)
+        scores = runs.all_scores(exact)
         result.hold(
-            [checks.judge(at + "scores", arms.all_scores(got), [arms.all_scores(e) for e in eager], scores)]
+            [checks.judge(at + "scores", runs.all_scores(got), [runs.all_scores(e) for e in eager], scores)]
         )
         error = max(
             math.hypot(*((checks.rms([e.scores.double() - x.scores]) for e, x in zip(run, exact))))
             for run in eager
         )
-        losses = [arms.all_losses(run) for run in eager]
+        losses = [runs.all_losses(run) for run in eager]
         result.hold(
             [
                 checks.judge(
-                    at + "losses", arms.all_losses(got), losses, arms.all_losses(exact), at_least=error
+                    at + "losses", runs.all_losses(got), losses, runs.all_losses(exact), at_least=error
                 )
             ]
         )
@@ -220,10 +223,10 @@ def check_ordinary(trio: Trio, result: Result) -> None:
     check_inference(trio, result)
     inputs = trio.inputs(0)
     if main_is_training:
-        run = [lambda a=arm: arms.train(a, trio.case, inputs, 1) for arm in (trio.got, trio.eager)]
+        run = [lambda a=arm: runs.train(a, trio.case, inputs, 1) for arm in (trio.got, trio.eager)]
     else:
         run = [lambda a=arm: arms.scores(a, inputs) for arm in (trio.got, trio.eager)]
-    with arms.restored([trio.got.model, trio.eager.model]):
+    with runs.restored([trio.got.model, trio.eager.model]):
         take_times(trio, result, *run)
         take_peaks(result, *run)
 
@@ -275,6 +278,8 @@ def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str, roun
     try:
         trio = make_trio(CASES[name], backend, DTYPES[dtype], dynamic, size, rounds, result)
         (check_generation if trio.case.generates else check_ordinary)(trio, result)
+        if trio.case.generates and trio.exact is not None:
+            check_training(trio, result)
     except Exception as error:  # whatever it is, the report goes on with the next model
         result.fail("".join(traceback.format_exception(error, limit=-4)).rstrip())
     seen = counters["dicp"]

@@ -1,4 +1,4 @@
-"""The five models at small sizes under dicp_cpu, and the checks themselves: a wrong result has to fail."""
+"""The models at small sizes under dicp_cpu, and the checks themselves: a wrong result has to fail."""
 
 import sys
 from pathlib import Path
@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import arms, checks, run
-from model.models import CASES, PROMPT, obstacle
-from model.resnet import resnet50
+from dicp.bench import arms
+from dicp.bench.models import CASES, obstacle
+from dicp.bench.models.resnet import resnet50
+from dicp.bench.models.text import PROMPT
+from model import arms as runs
+from model import checks, run
 
 STATIC = [pytest.param(name, dtype, False) for name in CASES for dtype in run.DTYPES]
 DYNAMIC = [
@@ -133,7 +136,7 @@ def test_group_with_kinks_one_wrong_tensor_fails() -> None:
 def test_exact_run_is_float64_throughout() -> None:
     model = CASES["llama"].build("small")  # its norms compute in float32 of their own accord
     inputs = CASES["llama"].inputs("small", 0, torch.float32)
-    arm = arms.exact_arm(model)
+    arm = runs.exact_arm(CASES["llama"], model)
     plain = arms.Arm("plain", arm.model, arm.model, torch.float32)
     exact, mixed = arms.scores(arm, inputs), arms.scores(plain, inputs)
     assert exact.dtype == mixed.dtype == torch.float64

@@ -151,7 +151,8 @@ def test_seed_means_what_it_means_under_eager(compiled: Any) -> None:
 def test_model(name: str, compiled: Any, cuda_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agrees with eager, and every kernel of it compiles for three generations of GPUs."""
     pytest.importorskip("transformers")
-    from model.models import CASES, scores_of
+    from dicp.bench.models import CASES
+    from dicp.bench.models.case import scores_of
 
     programs = []
     assemble = assembling.assemble

@@ -1,5 +1,7 @@
 """Measuring a call: its time, beside others' in alternating rounds, and its peak memory."""
 
+from __future__ import annotations
+
 import ctypes
 import gc
 import statistics
@@ -12,7 +14,12 @@ Thunk = Callable[[], object]
 
 
 def alternating(calls: Sequence[Thunk], rounds: int = 7, min_ms: float = 20.0) -> list[float]:
-    """Median milliseconds of each call. Every round runs each of them once, so that whatever else the
+    """Median milliseconds of each call, taking turns."""
+    return [statistics.median(seen) for seen in turns(calls, rounds, min_ms)]
+
+
+def turns(calls: Sequence[Thunk], rounds: int = 7, min_ms: float = 20.0) -> list[list[float]]:
+    """Milliseconds of each call, of each round. Every round runs each of them once, so that whatever else the
     machine does falls on all alike; a call shorter than `min_ms` is repeated within its turn until the turn
     lasts that long."""
     repeats = []
@@ -29,7 +36,7 @@ def alternating(calls: Sequence[Thunk], rounds: int = 7, min_ms: float = 20.0) -
             for _ in range(repeat):
                 call()
             seen.append((time.perf_counter() - start) * 1e3 / repeat)
-    return [statistics.median(seen) for seen in times]
+    return times
 
 
 def seconds(call: Thunk) -> float:

@@ -1,0 +1,66 @@
+"""Who takes part: eager PyTorch, Inductor in its modes, dicp in its."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dicp import compat
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way of running a model. `backend` None: as it is. `options` are torch.compile's for inference, and
+    `training` those for training; None where it has no mode of its own there."""
+
+    name: str
+    backend: str | None
+    options: Options = field(default_factory=dict)
+    training: Options | None = field(default_factory=dict)
+
+    def compiler(self, training: bool, **how: Any) -> Callable[[Any], Any]:
+        """Function or module to what is called in its stead; `how` is handed to torch.compile."""
+        if self.backend is None:
+            return lambda model: model
+        options = dict((self.training if training else self.options) or {})
+        return lambda model: torch.compile(model, backend=self.backend, options=options or None, **how)
+
+    def load(self) -> None:
+        """Import what its compiler needs: imports are not compile time."""
+        if self.backend is not None:
+            compat.load_backend(self.backend)
+
+    @property
+    def is_dicp(self) -> bool:
+        return self.backend is not None and self.backend.startswith("dicp")
+
+
+# Inductor's tuned products for CPUs are for constant weights, so they come with freezing where weights are.
+_TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+_KNOWN = (
+    Contestant("eager", None),
+    Contestant("inductor", "inductor"),
+    Contestant("inductor-freezing", "inductor", {"freezing": True}, None),
+    Contestant("inductor-max-autotune", "inductor", {**_TUNED, "freezing": True}, _TUNED),
+    Contestant("dicp_cpu", "dicp_cpu"),
+    Contestant("dicp_cpu-freeze", "dicp_cpu", {"freeze": True}, None),
+    Contestant("dicp_cpu-max-autotune", "dicp_cpu", {"max_autotune": True}, {"max_autotune": True}),
+)
+CONTESTANTS = {c.name: c for c in _KNOWN}
+# dicp_cpu's modes compile what its default does, as yet: they are there to be named, and left out here.
+STANDARD = tuple(c.name for c in _KNOWN if not c.name.startswith("dicp_cpu-"))
+
+
+def get(name: str) -> Contestant:
+    """The contestant of that name, or torch.compile with the backend of that name."""
+    return CONTESTANTS.get(name) or Contestant(name, name)
+
+
+def known(name: str) -> bool:
+    """Whether `get` gives something that can run."""
+    return name in CONTESTANTS or name in torch.compiler.list_backends(exclude_tags=())

@@ -1,0 +1,234 @@
+"""Taking the figures. Times in a steady state come from one process for all contestants, which take turns;
+compile times and peak memory from a fresh process each."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dicp.bench import contestants, measure
+from dicp.bench.workloads import WORKLOADS, Call, Setting, cost
+from dicp.compiler import Compiled, observe
+from dicp.config import env_names
+
+KINDS = ("steady", "compile", "memory", "overhead")
+Figures = dict[str, Any]
+# Caches that a fresh process is given empty.
+CACHES = (*env_names("cache_dir"), "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one worker process is to measure."""
+
+    kind: str
+    workload: str
+    setting: Setting
+    contestants: tuple[str, ...]
+    rounds: int = 7
+
+    @staticmethod
+    def parse(text: str) -> Job:
+        fields = json.loads(text)
+        setting = Setting(**fields.pop("setting"))
+        return Job(setting=setting, **fields | {"contestants": tuple(fields["contestants"])})
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def work(job: Job) -> Figures:
+    """In the worker process: figures by contestant (and "cost", what a call has to do)."""
+    for name in job.contestants:
+        contestants.get(name).load()
+    takers = {"steady": _steady, "compile": _compile, "own": _own, "memory": _memory, "overhead": _overhead}
+    return takers[job.kind](job)
+
+
+def _takes_part(name: str, setting: Setting) -> bool:
+    return setting.phase != "training" or contestants.get(name).training is not None
+
+
+def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """|x - y| over |y|."""
+    x, y = x.double(), y.double()
+    return float((x - y).norm() / y.norm().clamp_min(1e-30))
+
+
+def _steady(job: Job) -> Figures:
+    """Milliseconds of a call, and how far its result is from the first contestant's."""
+    workload = WORKLOADS[job.workload]
+    found: Figures = {"cost": asdict(cost(workload, job.setting))}
+    calls: dict[str, Call] = {}
+    first: torch.Tensor | None = None
+    for name in job.contestants:
+        try:
+            call = workload.call(name, job.setting)
+            result = call().clone()
+            for _ in range(WARM_UP - 1):
+                call()
+        except Exception as error:  # whatever it is, the others are measured
+            found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+            continue
+        calls[name] = call
+        first = result if first is None else first
+        found[name] = {"difference": _difference(result, first)}
+    for name, seen in zip(calls, measure.turns(list(calls.values()), job.rounds)):
+        quartiles = statistics.quantiles(seen, n=4)
+        found[name] |= {"ms": statistics.median(seen), "ms_quartiles": [quartiles[0], quartiles[2]]}
+    return found
+
+
+def _compile(job: Job) -> Figures:
+    """Seconds of the first call less a steady one."""
+    (name,) = job.contestants
+    call = WORKLOADS[job.workload].call(name, job.setting)
+    first = measure.seconds(call)
+    steady = statistics.median(measure.seconds(call) for _ in range(3))
+    return {name: {"s": max(0.0, first - steady)}}
+
+
+def _own(job: Job) -> Figures:
+    """For dicp: the seconds of a compile that are its own, not Dynamo's or AOTAutograd's. Apart from the
+    other compile times: watching a compile keeps its result out of torch's caches."""
+    (name,) = job.contestants
+    seen: list[Compiled] = []
+    call = WORKLOADS[job.workload].call(name, job.setting)
+    with observe(seen.append):
+        call()
+    return {name: {"own_s": sum(sum(c.seconds.values()) for c in seen)}}
+
+
+def _memory(job: Job) -> Figures:
+    """Megabytes by which a warm call's resident memory peaks above what was there before."""
+    (name,) = job.contestants
+    call = WORKLOADS[job.workload].call(name, job.setting)
+    for _ in range(WARM_UP):
+        call()
+    peaks = [p for _ in range(3) if (p := measure.peak_growth(call)) is not None]
+    return {name: {"peak_mb": statistics.median(peaks) / 2**20 if peaks else None}}
+
+
+def _overhead(job: Job) -> Figures:
+    """Microseconds of a call of three ops on 16 elements; "nothing" is a backend that returns the graph as it
+    is. And the rate at which eager reads memory, in GB/s."""
+
+    def three_ops(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + y) * y
+
+    def nothing(gm: Any, example_inputs: Any) -> Any:
+        return gm.forward
+
+    x, y = torch.randn(16), torch.randn(16)
+    functions = {name: contestants.get(name).compiler(False)(three_ops) for name in job.contestants}
+    functions["nothing"] = torch.compile(three_ops, backend=nothing)
+    calls = [functools.partial(f, x, y) for f in functions.values()]
+    with torch.no_grad():
+        times = measure.alternating(calls, max(job.rounds, 9))
+    large = torch.ones(2**26)
+    (read_ms,) = measure.alternating([large.sum], job.rounds)
+    return {name: {"us": ms * 1e3} for name, ms in zip(functions, times)} | {
+        "read_gb_per_s": large.nbytes / read_ms / 1e6
+    }
+
+
+def in_process(job: Job, caches: str | None = None, timeout: float = 3600.0) -> Figures:
+    """A worker's figures; where it dies, each of its contestants has "failed". `caches`: a folder for the
+    compilers' caches, instead of where they usually are."""
+    own = {} if caches is None else {variable: os.path.join(caches, variable) for variable in CACHES}
+    command = [sys.executable, "-m", "dicp.bench", "--worker", job.text()]
+    try:
+        done = subprocess.run(
+            command, env=os.environ | own, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {name: {"failed": f"took more than {timeout:.0f} s"} for name in job.contestants}
+    if done.returncode:
+        said = done.stderr.strip()[-2000:] or f"exit code {done.returncode}"
+        return {name: {"failed": said} for name in job.contestants}
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _median(seen: Sequence[Figures], key: str) -> float | None:
+    values = [f[key] for f in seen if f.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def measure_compile(job: Job, repeat: int) -> Figures:
+    """Cold: empty caches; warm: a second process, with the caches that the first has filled. Medians over
+    `repeat` such pairs."""
+    found: Figures = {}
+    for name in job.contestants:
+        one = Job("compile", job.workload, job.setting, (name,))
+        cold, warm = [], []
+        for _ in range(repeat):
+            with tempfile.TemporaryDirectory() as folder:
+                cold.append(in_process(one, folder)[name])
+                warm.append(in_process(one, folder)[name])
+        found[name] = {"cold_s": _median(cold, "s"), "warm_s": _median(warm, "s")}
+        if contestants.get(name).is_dicp:
+            with tempfile.TemporaryDirectory() as folder:
+                own = Job("own", job.workload, job.setting, (name,))
+                found[name]["own_s"] = in_process(own, folder)[name].get("own_s")
+        problem = next((f["failed"] for f in cold + warm if "failed" in f), None)
+        if problem:
+            found[name]["failed"] = problem
+    return found
+
+
+def measure_memory(job: Job, repeat: int) -> Figures:
+    """Medians over `repeat` processes."""
+    found: Figures = {}
+    for name in job.contestants:
+        seen = [in_process(Job("memory", job.workload, job.setting, (name,)))[name] for _ in range(repeat)]
+        found[name] = {"peak_mb": _median(seen, "peak_mb")}
+        problem = next((f["failed"] for f in seen if "failed" in f), None)
+        if problem:
+            found[name]["failed"] = problem
+    return found
+
+
+def measure_row(kinds: Sequence[str], job: Job, repeat: int) -> Figures:
+    """All wanted figures of a workload in a setting, for the contestants that take part."""
+    workload = WORKLOADS[job.workload]
+    names = tuple(name for name in job.contestants if _takes_part(name, job.setting))
+    job = Job("steady", job.workload, job.setting, names, job.rounds)
+    row: Figures = {"workload": job.workload, **asdict(job.setting), "unit": workload.unit}
+    row["work"] = workload.amount(job.setting)
+    row["contestants"] = {name: {} for name in names}
+    parts: list[Figures] = []
+    if "steady" in kinds:
+        parts.append(in_process(job))
+        row |= parts[-1].pop("cost", {})
+    compilers = tuple(name for name in names if contestants.get(name).backend is not None)
+    if "compile" in kinds:
+        parts.append(
+            measure_compile(Job("compile", job.workload, job.setting, compilers, job.rounds), repeat)
+        )
+    if "memory" in kinds:
+        parts.append(measure_memory(job, repeat))
+    for part in parts:
+        for name, figures in part.items():
+            row["contestants"][name] |= figures
+    return row
+
+
+def machine() -> Figures:
+    """The machine and the versions that figures hold for."""
+    from dicp import info
+
+    about = info.collect()
+    about |= {"capability": torch.backends.cpu.get_cpu_capability(), "machine_cpus": os.cpu_count()}
+    return {k: v for k, v in about.items() if k not in ("vendors", "cache")}

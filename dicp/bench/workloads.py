@@ -1,0 +1,143 @@
+"""What is measured: a workload, set up for one contestant, is a call without arguments."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dicp.bench import arms
+from dicp.bench.models import CASES, Case
+from dicp.bench.models.case import Inputs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PHASES = ("inference", "training")
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Under which conditions: the same for all contestants."""
+
+    phase: str
+    dtype: str
+    size: str = "full"
+    channels_last: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what is done with it.
+
+    make(contestant, setting): the call; it gives scores (inference) or the loss (training).
+    """
+
+    name: str
+    case: Case
+    phases: tuple[str, ...]
+    make: Callable[[Case, str, Setting], Call]
+    unit: str
+    work: Callable[[Inputs], float]
+
+    def call(self, contestant: str, setting: Setting) -> Call:
+        return self.make(self.case, contestant, setting)
+
+    def amount(self, setting: Setting) -> float:
+        """How many of `unit` a call gets through."""
+        return self.work(self.case.inputs(setting.size, 0, DTYPES[setting.dtype]))
+
+
+def _model(case: Case, setting: Setting) -> nn.Module:
+    model = arms.cast(case.build(setting.size), DTYPES[setting.dtype])
+    return model.to(memory_format=torch.channels_last) if setting.channels_last else model
+
+
+def _inputs(case: Case, setting: Setting) -> Inputs:
+    inputs = case.inputs(setting.size, 0, DTYPES[setting.dtype])
+    if setting.channels_last:
+        wide = torch.channels_last
+        inputs = {k: v.contiguous(memory_format=wide) if v.dim() == 4 else v for k, v in inputs.items()}
+    return inputs
+
+
+def _once(case: Case, contestant: str, setting: Setting) -> Call:
+    """An inference call; or a training step: forward, backward, SGD with momentum. The model is compiled, the
+    optimizer eager for everybody."""
+    training = setting.phase == "training"
+    arm = arms.compiled_arm(_model(case, setting), contestant, DTYPES[setting.dtype], training=training)
+    inputs = _inputs(case, setting)
+    if not training:
+        return lambda: arms.scores(arm, inputs)
+    step = arms.trainer(arm, case, inputs, rate=1e-5)
+    return lambda: step().loss
+
+
+def _decode(case: Case, contestant: str, setting: Setting) -> Call:
+    """One token after the prompt, batch 1, static key-value cache."""
+    prompt = _inputs(case, setting)["input_ids"]
+    arm = arms.compiled_arm(_model(case, setting), contestant, DTYPES[setting.dtype])
+    decoder = arms.Decoder(arm, prompt.shape[1] + 64)
+
+    def call() -> Tensor:
+        decoder.rewind(prompt.shape[1])
+        return decoder.feed(prompt[:, -1:])
+
+    return call
+
+
+def _workloads() -> dict[str, Workload]:
+    found = {}
+    for case in CASES.values():
+        found[case.name] = Workload(case.name, case, PHASES, _once, case.unit, case.work)
+        if case.generates:
+            name = case.name + "-decode"
+            found[name] = Workload(name, case, PHASES[:1], _decode, "tokens", lambda inputs: 1)
+    return found
+
+
+WORKLOADS = _workloads()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call has to do at the least: floating operations of products and convolutions, and bytes of
+    weights to read (tables that are only looked up not counted)."""
+
+    flops: int
+    weight_bytes: int
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Of two products, by the shapes [B, heads, L, D] of the operands."""
+    batch, heads, rows, width = q
+    return 2 * batch * heads * rows * k[2] * (width + v[3])
+
+
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Five products, one of them the forward's first again."""
+    return 5 * _attention_flops(q, k, v) // 2
+
+
+def cost(workload: Workload, setting: Setting) -> Cost:
+    """Counted under eager."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    aten = torch.ops.aten
+    mapping = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    }  # which the counter does not know of itself
+    call = workload.call("eager", setting)
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        call()
+    model = _model(workload.case, setting)
+    looked_up = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
+    looked_up -= {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Linear)}
+    weights = sum(p.nbytes for p in model.parameters() if p.data_ptr() not in looked_up)
+    del call, model
+    gc.collect()
+    return Cost(counter.get_total_flops(), weights)

@@ -1,0 +1,72 @@
+"""Taking the figures, at small sizes: every contestant's are there, and one that fails does not stop the rest."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dicp.bench import __main__ as command
+from dicp.bench import contestants, run
+from dicp.bench.workloads import WORKLOADS, Setting, cost
+
+SMALL = Setting("inference", "fp32", "small")
+
+
+def test_job_survives_the_way_to_its_process() -> None:
+    job = run.Job("steady", "vit", Setting("training", "bf16", "small", True), ("eager", "dicp_cpu"), 3)
+    assert run.Job.parse(job.text()) == job
+
+
+def test_one_that_fails_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = contestants.Contestant("broken", "inductor", {"no_such_option": 1})
+    monkeypatch.setitem(contestants.CONTESTANTS, "broken", broken)
+    found = run.work(run.Job("steady", "convnext", SMALL, ("eager", "broken"), rounds=2))
+    assert found["eager"]["ms"] > 0
+    assert "failed" in found["broken"]
+
+
+def test_worker_that_dies_is_a_failure() -> None:
+    found = run.in_process(run.Job("steady", "no such model", SMALL, ("eager",)))
+    assert "no such model" in found["eager"]["failed"]
+
+
+def test_freezing_takes_no_part_in_training() -> None:
+    job = run.Job("steady", "convnext", Setting("training", "fp32", "small"), ("inductor-freezing",), 2)
+    assert run.measure_row((), job, 1)["contestants"] == {}
+    assert contestants.get("dicp_cuda").is_dicp
+    assert not contestants.get("inductor-max-autotune").is_dicp
+
+
+def test_cost_counts_products_and_weights_that_are_read() -> None:
+    found = cost(WORKLOADS["gpt2"], SMALL)
+    model = WORKLOADS["gpt2"].case.build("small")
+    positions = model.transformer.wpe.weight
+    assert found.weight_bytes == sum(p.nbytes for p in model.parameters()) - positions.nbytes
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2 and p is not positions)
+    assert found.flops > 2 * matrices * WORKLOADS["gpt2"].amount(SMALL)
+
+
+def test_command_with_one_kind(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    given = ["--models", "unet", "--phases", "inference", "--contestants", "eager,aot_eager", "--size", "small"]
+    assert command.main([*given, "--dtypes", "bf16", "--rounds", "2", "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["unit"] == "images" and row["work"] == 1
+    assert all(found["ms"] > 0 for found in row["contestants"].values())
+
+
+@pytest.mark.slow
+def test_command_with_all_kinds(tmp_path: Path, capsys: Any) -> None:
+    """The whole way, decoding included: eager against dicp_cpu, compile and memory in processes of their own."""
+    out = tmp_path / "out.json"
+    given = ["--models", "llama-decode", "--dtypes", "fp32", "--contestants", "eager,dicp_cpu", "--size", "small"]
+    assert command.main([*given, "--rounds", "2", "--all", "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    eager, mine = row["contestants"]["eager"], row["contestants"]["dicp_cpu"]
+    assert mine["difference"] < 1e-5
+    assert mine["cold_s"] > mine["own_s"] > 0
+    assert {"ms", "peak_mb"} <= eager.keys() & mine.keys()
+    assert "cold_s" not in eager
+    said = capsys.readouterr().out
+    assert "Per call" in said and "Cold compile" in said
