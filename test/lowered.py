@@ -26,6 +26,7 @@ from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import Launch, build_kernels
 from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
+from dicp.vendor.base import Machine
 
 
 class Kernels:
@@ -38,6 +39,9 @@ class Kernels:
 
     def supports(self, target: Any, node: Node) -> bool:
         return False
+
+    def machine(self, config: Any) -> Machine:
+        return Machine(torch.get_num_threads())
 
     def claim(self, node: Node, config: Any) -> Any:
         return self.claims.get(str(node.target).removeprefix("aten.").removesuffix(".default"))
@@ -73,7 +77,7 @@ def traced(
             forward=keep("forward"),
             backward=keep("backward"),
             inference=keep("inference"),
-            decompositions=decomposition_table(lambda op: op._opname in OPENED)  # as a vendor that claims them,
+            decompositions=decomposition_table(lambda op: op._opname in OPENED),  # as a vendor that claims them
         )
 
     torch._dynamo.reset()

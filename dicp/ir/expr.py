@@ -370,30 +370,35 @@ def rewrite(
     leaf: Callable[[Expr], Expr | None],
     on_index: Callable[[Index], Index] | None = None,
 ) -> tuple[Expr, ...]:
-    """Rebuild expressions bottom-up. `leaf` may replace a rebuilt node; `on_index` maps every index first."""
+    """Rebuild expressions bottom-up. `leaf` may replace a rebuilt node; `on_index` maps every index first.
+    What does not change is the same object afterwards."""
     done: dict[Expr, Expr] = {}
 
-    def new_index(i: Any) -> Any:
-        if not isinstance(i, ix.Poly):
-            return i
+    def atom(a: ix.Atom) -> Index | None:
+        if isinstance(a, ix.Opaque) and a.payload in done:
+            return ix.of(ix.Opaque(done[a.payload], a.size))
+        return None
 
-        def atom(a: ix.Atom) -> Index | None:
-            if isinstance(a, ix.Opaque) and a.payload in done:
-                return ix.of(ix.Opaque(done[a.payload], a.size))
-            return None
+    def new_index(i: ix.Poly) -> Index:
+        new: Index = i
+        if any(done.get(p) is not p for p in _in_index(i)):
+            new = ix.map_atoms(i, atom)
+        if on_index is not None:
+            new = on_index(new)
+        return i if new == i else new
 
-        i = ix.map_atoms(i, atom)
-        return on_index(i) if on_index is not None else i
+    def renewed(a: Any) -> Any:
+        if isinstance(a, Expr):
+            return done[a]
+        if isinstance(a, ix.Poly):
+            return new_index(a)
+        if isinstance(a, tuple):
+            new = tuple(map(renewed, a))
+            return a if all(n is old for n, old in zip(new, a, strict=True)) else new
+        return a
 
     for x in walk(*roots):
-        args = tuple(
-            done[a]
-            if isinstance(a, Expr)
-            else tuple(new_index(i) for i in a)
-            if isinstance(a, tuple)
-            else new_index(a)
-            for a in x.args
-        )
+        args = tuple(map(renewed, x.args))
         same = all(a is b for a, b in zip(args, x.args, strict=True))
         y = x if same else _rebuild(x, args)
         replaced = leaf(y)

@@ -1,9 +1,9 @@
 """Workspace memory that outlives a call, so that the pages of temporaries are touched once and not every
 call.
 
-Blocks are shared by all programs of the process: a call takes the largest free block (or a fresh one), and
-gives it back
-when it is done. As many blocks are kept as calls have run at the same time.
+Blocks are shared by all programs of the process: a call takes the block that came back last, the likeliest in
+cache, or a fresh one where that is too small, and gives it back when it is done. As many blocks are kept as
+calls have run at the same time.
 """
 
 from __future__ import annotations

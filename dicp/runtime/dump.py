@@ -56,8 +56,7 @@ class Dump:
 
     def sources(self, program: Any) -> None:
         for name, source in program.sources.items():
-            file = name if "." in name else f"{name}.cpp"
-            self._text(file, 4, lambda source=source: source)  # type: ignore[misc]
+            self._text(name, 4, lambda source=source: source)  # type: ignore[misc]
 
     def done(self, compiled: Any) -> None:
         p = compiled.program

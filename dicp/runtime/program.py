@@ -47,7 +47,7 @@ class Program:
     items: list[Item]
     plan: Plan
     steps: list[Segment | Call] = field(default_factory=list)
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # generated, by file name
     build_stats: Any = None
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owns_inputs: bool = False

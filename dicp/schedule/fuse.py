@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -27,8 +25,6 @@ from dicp.schedule.lower import Lowered
 Mapping = dict[ix.Atom, Index]
 
 MAX_BUFFERS = 40  # arguments of one kernel
-MAX_ROW = 32768  # elements of a row that later phases of a kernel read again
-MAX_COLUMN = 1024  # the same for a reduction along a strided dim
 MAX_MEMBERS = 64
 
 
@@ -74,6 +70,7 @@ class _Fusion:
     def __init__(self, lowered: Lowered) -> None:
         self.buffers = lowered.buffers
         self.defs = lowered.defs
+        self.machine = lowered.machine
         self.steps: list[Step] = []
         self.before: list[int] = []  # bitmask of the steps that must come before each step
         self.writer: dict[str, int] = {}  # memory -> step that wrote it last
@@ -341,9 +338,9 @@ class _Fusion:
                 flat = self.buffers[name].flat(m.index(at)) if name in self.buffers else 0
                 found = [ix.coefficient(flat, v) for v in reduced]
                 contiguous |= any(c is not None and c[0] == 1 for c in found)
-        if isinstance(rows, int) and rows < torch.get_num_threads() and size > MAX_ROW // 4:
+        if isinstance(rows, int) and rows < self.machine.threads and size > self.machine.row // 4:
             return False
-        return size <= (MAX_ROW if contiguous else MAX_COLUMN)
+        return size <= (self.machine.row if contiguous else self.machine.column)
 
     # -- order ---------------------------------------------------------------------------------------------
 

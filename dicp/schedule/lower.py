@@ -30,6 +30,7 @@ from dicp.ops.table import Declined, table
 from dicp.schedule.defs import Buffer, Call, Def, Host, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.splitting import split_extent
 from dicp.schedule.symbols import Symbols
+from dicp.vendor.base import Machine
 
 aten = torch.ops.aten
 
@@ -50,6 +51,7 @@ class Lowered:
         self.constants: dict[str, torch.Tensor] = {}
         self.checks: list[str] = []  # messages of the run-time checks, by number (errors.check_error)
         self.symbols: Symbols = Symbols(None)
+        self.machine = Machine(threads=1)
         self.rounds = False  # whether values passed on inside a kernel are rounded as if through memory
 
 
@@ -92,6 +94,7 @@ class _Lowering:
     def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
         self.gm, self.vendor, self.config = gm, vendor, config
         self.out = Lowered()
+        self.out.machine = vendor.machine(config)
         self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(_shape_env(gm))
         self.values: dict[fx.Node, Any] = {}
@@ -340,7 +343,7 @@ class _Lowering:
         fn: Callable[[Indices, Indices], Expr],
     ) -> tuple[Value, ...]:
         idx, ridx = self._vars(shape), self._vars(extent, "r")
-        split = split_extent(kind, shape, extent, fn(idx, ridx), self.out.buffers)
+        split = split_extent(kind, shape, extent, fn(idx, ridx), self.out.buffers, self.out.machine)
         if split is not None:
             return split.build(self, kind, shape, extent, dtypes, fn)
         expr = fn(idx, ridx)
@@ -500,7 +503,8 @@ class _Lowering:
                     return view
         strides = dense_strides(value.shape, order or tuple(range(len(value.shape))))
         buffer = self._buffer(value.shape, value.dtype, strides)
-        self.out.defs.append(Pointwise((buffer,), _note(self.node), _loop_vars(idx), expr, idx))
+        note = expr.note or _note(self.node)  # the op that made it, not the call that reads it
+        self.out.defs.append(Pointwise((buffer,), note, _loop_vars(idx), expr, idx))
         return View(buffer, value.shape, buffer.strides)
 
     def in_order(self, value: Any, order: tuple[int, ...]) -> View:

@@ -19,13 +19,14 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.value import Indices, Shape, Value
+from dicp.vendor.base import Machine
 
 MIN_EXTENT = 4096  # elements under one result below which a split costs more than it brings
 MIN_WORK = 1 << 16  # elements in all
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "welford")
 LONG_CHAIN = 1024  # values added one after the other above which float error asks for more pieces
 MIN_CHAIN = 32  # values a piece has at least: each piece is a result that is read again
-COLUMN_BLOCK = 64  # results a core takes at a time when they are contiguous
+COLUMN_VECTORS = 4  # vectors of results a thread takes at a time when they are contiguous
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,19 @@ class Split:
 
 
 def split_extent(
-    kind: str, shape: Shape, extent: Shape, sample: Expr, buffers: dict[str, Any]
+    kind: str, shape: Shape, extent: Shape, sample: Expr, buffers: dict[str, Any], machine: Machine
 ) -> Split | None:
     """How to split, or None. Sizes must be static: a symbolic extent is reduced whole."""
     if kind not in SPLITTABLE or not all(isinstance(n, int) for n in (*shape, *extent)):
         return None
     results, under = _count(shape), _count(extent)
-    threads = torch.get_num_threads()
+    threads = machine.threads
     if under < MIN_EXTENT or results * under < MIN_WORK or threads == 1:
         return None
     last = next((k for k in range(len(extent) - 1, -1, -1) if extent[k] != 1), 0)
-    enough = (
-        4 * threads if _rows(sample, Var(f"r{last}", extent[last]), buffers) else 4 * threads * COLUMN_BLOCK
-    )
+    enough = 4 * threads
+    if not _rows(sample, Var(f"r{last}", extent[last]), buffers):
+        enough *= COLUMN_VECTORS * machine.lanes
     if results >= enough:
         return None
     total, chosen = 1, 0
@@ -115,7 +116,8 @@ def split_extent(
 def _cut(extent: Shape, threads: int) -> Split | None:
     first = extent[0]
     assert isinstance(first, int)
-    for pieces in (8 * threads, 4 * threads, 2 * threads, threads, *range(2, 65)):
+    others = (*range(threads + 1, 65), *range(min(threads, 65) - 1, 1, -1))
+    for pieces in (8 * threads, 4 * threads, 2 * threads, threads, *others):
         if pieces > 1 and first % pieces == 0 and first > pieces:
             return Split(0, pieces)
     return None

@@ -32,6 +32,29 @@ class Claim:
     prepare: Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]] | None = None
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What scheduling has to know of a device.
+
+    threads: rows it works on at a time; long reductions are split until there are four times as many results.
+    lanes: float32 elements of a vector. cache_bytes: what a thread may read again at little cost.
+    """
+
+    threads: int
+    lanes: int = 16
+    cache_bytes: int = 128 << 10
+
+    @property
+    def row(self) -> int:
+        """Elements of a row that later phases of a kernel may read again."""
+        return self.cache_bytes // 4
+
+    @property
+    def column(self) -> int:
+        """The same along a strided dim: every element brings a cache line, and its neighbours another row."""
+        return self.cache_bytes // 128
+
+
 class Vendor(Protocol):
     """A kernel vendor."""
 
@@ -50,7 +73,10 @@ class Vendor(Protocol):
     def claim(self, node: fx.Node, config: Any) -> Claim | None:
         """The library call for a node, or None. Under config.numerics "eager", the one that eager makes."""
 
-    def fingerprint(self) -> str:
+    def machine(self, config: Any) -> Machine:
+        """The device, as far as lowering and fusion care."""
+
+    def fingerprint(self, config: Any) -> str:
         """Stable text of everything of the vendor that changes generated code: toolchain, ISA, library
         choices."""
 
@@ -75,7 +101,7 @@ class GraphVendor(Protocol):
         """Whether the toolchain takes this call, in or out of the graph: a pass asks it before it forms a
         dicp::* op. The rest runs in eager PyTorch, counted as extern."""
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, config: Any) -> str:
         """As for a kernel vendor."""
 
     def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., Sequence[Any]]:

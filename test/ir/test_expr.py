@@ -188,6 +188,14 @@ def test_substituting_indices_is_evaluating_there(a: int, b: int, low: int, high
     assert meaning(there, x=data) == meaning(e, x=data).expand(8, 4)[a, b]
 
 
+def test_what_rewriting_leaves_alone_is_the_same_object() -> None:
+    where = ix.of(ix.Opaque(Expr("check", (load("p", j, I64), ex.const(8, I64), 1, 0), I64), 8))
+    kept = Expr("at", ("x", (where, i * 4 + j)), F32) * load("y", where)
+    assert ex.rewrite((kept,), lambda n: None, lambda at: ix.substitute(at, {}))[0] is kept
+    (changed,) = ex.rewrite((kept,), lambda n: load("q", n.args[1], I64) if n == load("p", j, I64) else None)
+    assert [n.args[0] for n in ex.walk(changed) if n.op == "load"] == ["q", "y"]
+
+
 def test_masked_loads_are_not_read_outside() -> None:
     e = ex.masked(ex.less(i, 5), lambda: load("short", i), -1.0)
     assert meaning(e, short=torch.ones(5)).flatten().tolist() == [1.0] * 5 + [-1.0] * 3

@@ -12,7 +12,7 @@ from lowered import Kernels, compiled, names, text, threads
 
 from dicp.errors import UnsupportedOp
 from dicp.schedule.defs import Pointwise, Reduction, Scatter
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, Machine
 
 LIBRARY = Kernels({"mm": Claim("mm", lambda writer, call: [], out=True)})
 ALLOCATING = Kernels({"mm": Claim("mm", lambda writer, call: [])})
@@ -297,6 +297,20 @@ def test_reduction_is_left_whole_where_splitting_brings_nothing(shape: tuple[int
 def test_one_thread_splits_nothing() -> None:
     with threads(1):
         assert len(reductions(lambda x: x.sum(), (65536,))) == 1
+
+
+def test_the_vendor_says_what_there_is_to_occupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernels, "machine", lambda self, config: Machine(threads=8, cache_bytes=1 << 12))
+    first, second = reductions(lambda x: x.sum(), (65536,))
+    assert sizes(first) == ([64], [1024]) and sizes(second) == ([], [64])
+    rows = compiled(lambda x: x - x.sum(1, keepdim=True), (64, 1024)).launches
+    assert len(rows) == 1  # 4 KiB: a row may be read again
+    assert len(compiled(lambda x: x - x.sum(1, keepdim=True), (64, 1025)).launches) == 2
+
+
+def test_kernels_are_named_after_what_they_compute() -> None:
+    p = compiled(lambda x, w: (x.exp() @ w).sin(), (4, 8), (8, 4), vendor=LIBRARY)
+    assert [x.kernel.name for x in p.launches] == ["exp", "sin"]
 
 
 def test_symbolic_extents_are_reduced_whole() -> None:

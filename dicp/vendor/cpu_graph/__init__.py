@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, Machine
 
 
 class CpuGraph:
@@ -33,6 +33,13 @@ class CpuGraph:
         from dicp.vendor.cpu_graph.claims import claim_for
 
         return claim_for(node, eager=config.numerics == "eager")
+
+    def machine(self, config: Any) -> Machine:
+        import torch
+
+        from dicp.vendor.cpu_graph.toolchain import lanes
+
+        return Machine(torch.get_num_threads(), lanes(config))
 
     def fingerprint(self, config: Any) -> str:
         from dicp.vendor.cpu_graph import toolchain

@@ -31,7 +31,7 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     n_checks = len(program.lowered.checks)
     for step, writer in writers:
         units.append(Unit(f"{program.name}_segment{step.number}", writer.source(n_checks), _lines(step)))
-    program.sources = {u.name: u.source for u in units}
+    program.sources = {f"{u.name}.cpp": u.source for u in units}
     launcher = threading.Thread(target=get_launcher, args=(config,))  # once per machine: beside the kernels
     launcher.start()
     try:

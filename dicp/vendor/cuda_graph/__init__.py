@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, Machine
 
 
 class CudaGraph:
@@ -46,7 +46,15 @@ class CudaGraph:
 
         return claim_for(node)
 
-    def fingerprint(self) -> str:
+    def machine(self, config: Any) -> Machine:
+        if config.interpret or not torch.cuda.is_available():
+            return Machine(torch.get_num_threads())
+        # A row is a block, and four rows a thread are wanted: one block for each multiprocessor. A power of
+        # two, because it has to divide what is split.
+        quarter = max(torch.cuda.get_device_properties().multi_processor_count // 4, 1)
+        return Machine(1 << quarter.bit_length() - 1, lanes=32)
+
+    def fingerprint(self, config: Any) -> str:
         import triton
 
         gpus = sorted({torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())})

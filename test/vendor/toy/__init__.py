@@ -20,7 +20,7 @@ from dicp.ir.kernel import Kernel, Reduce, Store, canonical
 from dicp.runtime.program import Program, Runner, Segment
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.schedule.kernels import Launch
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, Machine
 
 aten = torch.ops.aten
 
@@ -183,7 +183,10 @@ class Toy:
     def claim(self, node: fx.Node, config: Any) -> Claim | None:
         return CLAIMS.get(node.target)
 
-    def fingerprint(self) -> str:
+    def machine(self, config: Any) -> Machine:
+        return Machine(threads=1)
+
+    def fingerprint(self, config: Any) -> str:
         return "toy 1"
 
     def assemble(self, program: Program, config: Any) -> Callable[[list[Any]], Any]:

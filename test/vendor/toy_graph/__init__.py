@@ -95,7 +95,7 @@ class ToyGraph:
         known = all(v.dtype in DTYPES for v in vals if isinstance(v, torch.Tensor))
         return target in CALLS and known and not node.kwargs
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, config: Any) -> str:
         return f"toy_graph 1, numpy {np.__version__}"
 
     def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., list[Any]]:
