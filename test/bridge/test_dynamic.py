@@ -150,3 +150,20 @@ def test_memory_plan_with_symbols_names_them() -> None:
 
 def test_pieces_of_symbolic_size_are_views_as_in_eager() -> None:
     check(lambda x: x.chunk(2, 1)[1], r(1, 2), dynamic=True)  # one of several results of one operator
+
+
+def test_memory_of_sizes_that_look_negative() -> None:
+    """The backward's buffers have s * (t - 2) elements: a lower bound below zero, so a division rounded down."""
+
+    def f(x):
+        pad = torch.cat([x.narrow(1, 0, 1), x], 1)
+        twice = torch.cat([pad, pad])
+        return torch.stack([twice, twice]), x[:, 1:-1].sum(-1).mT.softmax(-1)
+
+    compiled = torch.compile(f, backend="dicp_cpu", dynamic=True)
+    grads = []
+    for fn in (compiled, f):
+        x = torch.linspace(-1, 1, 28).reshape(4, 7, 1).requires_grad_()
+        sum((y * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum() for y in fn(x)).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)

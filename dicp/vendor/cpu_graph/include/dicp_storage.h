@@ -1,8 +1,10 @@
-// The 16-bit storage types, for code that moves pointers to them and computes nothing.
+// For code that moves pointers and computes nothing but sizes: the 16-bit storage types, and quotients rounded down.
 #pragma once
 #include <stdint.h>
 
 namespace dicp {
 struct bf16 { uint16_t bits; };
 struct half { uint16_t bits; };
+template <class T> inline T div_floor(T a, T b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+template <class T> inline T remainder(T a, T b) { return a - div_floor<T>(a, b) * b; }
 }  // namespace dicp
