@@ -66,7 +66,13 @@ class _Pair(Atom):
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is type(self) and self.key == other.key)  # type: ignore[attr-defined]
+        return self is other or (
+            isinstance(other, _Pair)
+            and type(other) is type(self)
+            and self.key == other.key
+            and self.num == other.num  # variables of one name may differ in their extent
+            and self.den == other.den
+        )
 
     def __repr__(self) -> str:
         num = f"({self.num})" if isinstance(self.num, Poly) and not self.num.is_atom else str(self.num)

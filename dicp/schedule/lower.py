@@ -497,7 +497,7 @@ class _Lowering:
         if expr.op == "at":
             buffer = self.out.buffers[expr.args[0]]
             window = _window(buffer.flat(expr.args[1]), idx, value.shape)
-            if window is not None and buffer.dtype == value.dtype:
+            if window is not None and buffer.dtype == value.dtype and _no_negative(window[0]):
                 view = View(buffer, value.shape, *window)
                 if not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape)))):
                     return view
@@ -689,7 +689,7 @@ class _Lowering:
                 window is not None
                 and buffer.dtype == value.dtype
                 and not aliases
-                and (free or _strides_agree(window[0], strides, shape))
+                and (free and _no_negative(window[0]) or _strides_agree(window[0], strides, shape))
             ):
                 base = self._memory_of(buffer)
                 if base.kind == "temp":
@@ -824,6 +824,11 @@ def _window(flat: Index, idx: Indices, shape: Shape) -> tuple[Shape, Index] | No
         else:
             step = strides[k] * shape[k]
     return tuple(strides), flat
+
+
+def _no_negative(strides: Shape) -> bool:
+    """Whether a tensor can have these strides: torch has none that run backwards."""
+    return all(ix.nonnegative(s) for s in strides)
 
 
 def _strides_agree(a: Shape, b: Shape, shape: Shape) -> bool:

@@ -44,6 +44,7 @@ CASES = {
     "reshape": (pooled, lambda n: (r(n, 8),)),
     "gather": (tokens, lambda n: (r(50, 8), torch.randint(0, 50, (2, n)))),
     "triangle": (masked, lambda n: (r(2, n, n),)),
+    "flipped_product": (lambda x, y: x @ y.flip(0), lambda n: (r(n, n), r(n, n))),
     "scan": (lambda x: x.cumsum(0), lambda n: (r(n, 3),)),
     "pad": (lambda x: F.pad(x, (1, 2)), lambda n: (r(2, n),)),
     "attention": (

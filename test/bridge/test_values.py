@@ -16,6 +16,13 @@ def r(*shape: int) -> torch.Tensor:
     return torch.randn(shape)
 
 
+def written_twice(x):
+    """Variables of one name and different extents: of the four elements written, and of the eight joined."""
+    y = x.reshape(-1)
+    y[..., 0] = 0.5
+    return torch.cat([y, y])
+
+
 EDGES = {
     "zero_size": (lambda x: (x + 1, x.sum(), x.sum(1), x.t()), r(0, 5)),
     "zero_size_inside": (lambda x: (x.sum(1), x.amax(2), x.softmax(-1)), r(3, 0, 5)),
@@ -33,6 +40,8 @@ EDGES = {
         r(1).expand(16),
         r(2, 2, 4),
     ),
+    "written_window_read_twice": (written_twice, r(5, 5)[1::2, 1::2]),
+    "flipped_product": (lambda x, y: x @ y.flip(0), r(4, 6), r(6, 5)),
     "negative_zero": (
         lambda x: (x.abs(), -x, x * 0, x.sqrt(), 1 / x, torch.maximum(x, -x)),
         torch.tensor([0.0, -0.0, 1.0]),
