@@ -180,3 +180,12 @@ def test_run_time_index_lies_in_its_range_and_counts_as_one_atom() -> None:
     assert ix.depends(5 * at + j, I) and not ix.depends(5 * at + j, K)
     assert ix.coefficient(5 * at + j, J) == (1, 5 * at)
     assert ix.coefficient(5 * at + j, I) is None
+
+
+def test_variables_of_another_size_make_another_quotient() -> None:
+    """Loops of different lengths may bear one name, for a while: what is a rewrite of one is not the other."""
+    longer = ix.of(Var("i", 5))
+    for op in (ix.floordiv, ix.mod):
+        assert op(i - 1, 3) != op(longer - 1, 3)
+        assert ix.substitute(op(longer - 1, 3), {Var("i", 5): i}) == op(i - 1, 3)
+        assert ix.atoms(ix.substitute(op(longer - 1, 3), {Var("i", 5): i})) == ix.atoms(op(i - 1, 3))
