@@ -22,10 +22,10 @@ from dicp.errors import UnsupportedOp
 from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of
 from dicp.runtime.program import Program, _expect
-from dicp.schedule.defs import Call
-from dicp.schedule.lower import Lowered, dense_strides, order_of
+from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size, writes_input
+from dicp.schedule.strides import dense_strides, order_of
 from dicp.vendor.base import Claim, GraphVendor
 
 

@@ -22,9 +22,8 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.runtime.arena import ARENA
-from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
+from dicp.schedule.defs import Buffer, Call, Host, Lowered, Raw, View, views
 from dicp.schedule.kernels import Item, Launch
-from dicp.schedule.lower import Lowered
 from dicp.schedule.memory import Plan, touched
 
 

@@ -12,6 +12,8 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr, compute_dtype
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices, Shape, Value
+from dicp.schedule.symbols import Symbols
+from dicp.vendor.base import Machine
 
 
 @dataclass(eq=False)
@@ -142,3 +144,19 @@ def views(x: Any) -> list[View]:
     if isinstance(x, dict):
         return [v for item in x.values() for v in views(item)]
     return []
+
+
+class Lowered:
+    """The result of lowering: definitions in program order, and how inputs, outputs and mutations bind to
+    buffers."""
+
+    def __init__(self) -> None:
+        self.defs: list[Def] = []
+        self.buffers: dict[str, Buffer] = {}
+        self.inputs: list[Buffer | Index | None] = []
+        self.outputs: list[Any] = []  # View | Index | None | input position wrapped in ("input", k)
+        self.constants: dict[str, torch.Tensor] = {}
+        self.checks: list[str] = []  # messages of the run-time checks, by number (errors.check_error)
+        self.symbols: Symbols = Symbols(None)
+        self.machine = Machine(threads=1)
+        self.rounds = False  # whether values passed on inside a kernel are rounded as if through memory

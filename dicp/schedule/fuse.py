@@ -19,8 +19,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices
-from dicp.schedule.defs import Call, Def, Pointwise, Reduction, Scatter, views
-from dicp.schedule.lower import Lowered
+from dicp.schedule.defs import Call, Def, Lowered, Pointwise, Reduction, Scatter, views
 
 Mapping = dict[ix.Atom, Index]
 

@@ -14,9 +14,8 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store
-from dicp.schedule.defs import Buffer, Call, Pointwise, Reduction, Scatter, View, views
+from dicp.schedule.defs import Buffer, Call, Lowered, Pointwise, Reduction, Scatter, View, views
 from dicp.schedule.fuse import Group, Member, Step
-from dicp.schedule.lower import Lowered
 
 
 @dataclass(eq=False)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index
-from dicp.schedule.defs import Buffer, Call, Scatter, View, views
+from dicp.schedule.defs import Buffer, Call, Lowered, Scatter, View, views
 from dicp.schedule.kernels import Item, Launch
-from dicp.schedule.lower import Lowered
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 

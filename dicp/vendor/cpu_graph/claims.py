@@ -239,7 +239,7 @@ def _channels_last(v: View) -> bool:
 
 def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     """Convolutions answer in channels-last when the input or the weight is; else as traced."""
-    from dicp.schedule.lower import dense_strides
+    from dicp.schedule.strides import dense_strides
 
     val = node.meta["val"]
     first = val[0] if isinstance(val, (tuple, list)) else val
@@ -266,7 +266,7 @@ def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
 
 def _in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
     """Operand k stored in the layout that the layout pass chose for it, or the one it was traced with."""
-    from dicp.schedule.lower import order_of
+    from dicp.schedule.strides import order_of
 
     source = node.args[k]
     if not isinstance(source, fx.Node):
@@ -402,7 +402,7 @@ def _attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]
 
 def _attention_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     """The library's answer lies in memory as the query does."""
-    from dicp.schedule.lower import dense_strides
+    from dicp.schedule.strides import dense_strides
 
     val = node.meta["val"]
     vals = val if isinstance(val, (tuple, list)) else [val]
@@ -504,7 +504,7 @@ def _pool(node: fx.Node) -> Claim | None:
         )
 
     def strides(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Any:
-        from dicp.schedule.lower import dense_strides
+        from dicp.schedule.strides import dense_strides
 
         val = n.meta["val"]
         vals = val if isinstance(val, (tuple, list)) else [val]

@@ -98,7 +98,7 @@ def _channels_last(v: View) -> bool:
 
 def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     """cuDNN answers in channels-last when an operand is; else as traced."""
-    from dicp.schedule.lower import dense_strides
+    from dicp.schedule.strides import dense_strides
 
     val = node.meta["val"]
     vals = val if isinstance(val, (tuple, list)) else [val]

@@ -1,0 +1,101 @@
+"""Nodes that become calls: of a library that the vendor claims, or extern, of the aten op itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from dicp.errors import UnsupportedOp
+from dicp.ir import expr as ex
+from dicp.ir.printer import user_location
+from dicp.ir.value import Shape, Value
+from dicp.schedule.defs import Buffer, Call, Host, Raw
+from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
+from dicp.schedule.traced import is_strided, note_of, returns_views
+
+if TYPE_CHECKING:
+    from dicp.schedule.lower import Lowering
+
+
+def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
+    args, kwargs = low._arguments(node)
+    if claim.prepare is not None:
+        args = claim.prepare(low, node, args)
+    args, kwargs = low._operands(args), {k: low._operands(v) for k, v in kwargs.items()}
+    strides = claim.strides(low, node, args)
+    return _add_call(low, node, args, kwargs, claim, strides, "temp" if claim.out else "library")
+
+
+def extern(low: Lowering, node: fx.Node, why: str) -> Any:
+    if low.config.strict:
+        where = user_location(node)
+        raise UnsupportedOp(
+            f"{node.target}: {low.vendor.name} has no code for this op ({why})",
+            where=where or (),
+            todo="drop options={'strict': True} to run it as an extern aten call, "
+            "or add a row to dicp/ops (docs/adding_an_op.md)",
+        )
+    args = tuple(_as_traced(low, a) for a in node.args)
+    kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
+    return _add_call(low, node, args, kwargs, None, None, "extern")
+
+
+def _as_traced(low: Lowering, a: Any) -> Any:
+    """An argument of an extern call: tensors with the strides they were traced with, which the op may
+    rely on."""
+    if isinstance(a, (list, tuple)):
+        return type(a)(_as_traced(low, x) for x in a)
+    if not isinstance(a, fx.Node):
+        return low.index(a) if isinstance(a, torch.SymInt) else a
+    value, val = low.values[a], a.meta.get("val")
+    if isinstance(val, (torch.SymFloat, torch.SymBool)):
+        return Host(val.node.expr)
+    if not isinstance(value, (Value, Buffer)):
+        return value
+    view = low.operand(value)
+    wanted = low._sizes(val.stride())
+    if (
+        strides_agree(view.strides, wanted, view.shape)
+        or isinstance(value, Buffer)
+        or not no_overlap(val)
+    ):
+        return view
+    return low.in_order(value, order_of(val))
+
+
+def _add_call(
+    low: Lowering, node: fx.Node, args: Any, kwargs: Any, claim: Any, strides: Any, kind: str
+) -> Any:
+    val = node.meta.get("val")
+    vals = list(val) if isinstance(val, (tuple, list)) else [val]
+    outs: list[Any] = []
+    for k, v in enumerate(vals):
+        if isinstance(v, torch.SymInt):
+            outs.append(low.index(v))
+            continue
+        if not isinstance(v, torch.Tensor) or not is_strided(v):
+            outs.append(None if v is None else Raw(f"{node.name}_{k}"))
+            continue
+        layout = strides[k] if strides is not None else None
+        layout = _call_strides(low, node, v) if layout is None else layout
+        outs.append(low._buffer(low._sizes(v.shape), v.dtype, layout, kind))
+    tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
+    low.out.defs.append(Call(tensors, note_of(node), node, args, kwargs, claim, tuple(outs)))
+    results = tuple(
+        b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
+        for b in outs
+    )
+    return results if isinstance(val, (tuple, list)) else results[0]
+
+
+def _call_strides(low: Lowering, node: fx.Node, val: torch.Tensor) -> Shape:
+    """As traced; dense where the trace promises that elements of a new tensor share memory, as the fake
+    implementations do that repeat their operand's strides."""
+    shape = low._sizes(val.shape)
+    if returns_views(node) or no_overlap(val):
+        return low._sizes(val.stride())
+    strides = dense_strides(shape, tuple(range(len(shape))))
+    low.dense[node] = strides
+    return strides

@@ -1,0 +1,146 @@
+"""The end of lowering: what the caller gets, and what is written over mutated inputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from dicp.errors import UnsupportedOp
+from dicp.ir import expr as ex
+from dicp.ir.value import Shape, Value
+from dicp.schedule.defs import Buffer, Pointwise, Raw, Scatter, View
+from dicp.schedule.strides import (
+    affine_window,
+    dense_strides,
+    loop_vars,
+    no_negative,
+    no_overlap,
+    strides_agree,
+)
+from dicp.schedule.traced import note_of, view_root
+
+if TYPE_CHECKING:
+    from dicp.schedule.lower import Lowering
+
+aten = torch.ops.aten
+
+
+def finish(low: Lowering, node: fx.Node) -> None:
+    results = node.args[0]
+    assert isinstance(results, (tuple, list))
+    mutated = {ph.name for ph, _ in low.mutations}
+    free = set(low.gm.meta.get("dicp_free_outputs", ()))
+    returned = [_output(low, r, mutated, k in free) for k, r in enumerate(results)]
+    sources = [_mutation_source(low, ph, src, mutated) for ph, src in low.mutations]
+    for (ph, _), value in zip(low.mutations, sources, strict=True):
+        if value is not None:
+            buffer = low.out.buffers[ph.name]
+            idx = low._vars(buffer.shape)
+            low.out.defs.append(
+                Pointwise((buffer,), f"copy_ into {ph.name}", loop_vars(idx), value(idx), idx)
+            )
+    low.out.outputs = returned
+
+
+def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Value | None:
+    """What is written over a graph input; materialised first when it reads memory that is about to
+    change."""
+    value = low.values[src]
+    shape, dtype = low.meta(ph)
+    if src in low.in_place and _is_whole(low, value, low.out.buffers[ph.name]):
+        return None
+    if isinstance(value, Buffer):
+        raise UnsupportedOp(f"copy_ into {ph.name}: dtype {value.dtype} cannot be stored by a kernel")
+    wanted = broadcast_to(converted(value, dtype), shape)
+    idx = low._vars(shape)
+    expr = wanted(idx)
+    reads = [
+        e
+        for e in ex.walk(expr)
+        if e.op == "at" and _memory_of(low, low.out.buffers[e.args[0]]).name in mutated
+    ]
+    if all(e.args == (ph.name, idx) for e in reads):
+        return wanted
+    return low._named(wanted, ph)
+
+
+def _is_whole(low: Lowering, value: Any, buffer: Buffer) -> bool:
+    """Whether the value is what lies in the buffer, element for element."""
+    if not isinstance(value, Value):
+        return False
+    idx = low._vars(value.shape)
+    expr = value(idx)
+    return (
+        expr.op == "at"
+        and expr.args[1] == idx
+        and _memory_of(low, low.out.buffers[expr.args[0]]) is buffer
+    )
+
+
+def _memory_of(low: Lowering, buffer: Buffer) -> Buffer:
+    """The buffer that owns the memory: a scatter's result lives in its base."""
+    while buffer.kind == "alias":
+        buffer = next(d.base for d in low.out.defs if isinstance(d, Scatter) and d.outputs[0] is buffer)
+    return buffer
+
+
+def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
+    if not isinstance(r, fx.Node):
+        return r
+    value = low.values[r]
+    val = r.meta.get("val")
+    if r.target is aten.copy_.default and r.args[0] in {ph for ph, _ in low.mutations}:
+        r = r.args[0]  # type: ignore[assignment]  # the mutated input itself is what the caller has
+    if r.op == "placeholder":
+        return ("input", [n for n in low.gm.graph.nodes if n.op == "placeholder"].index(r))
+    if not isinstance(val, torch.Tensor) or isinstance(value, Raw):
+        return value
+    if isinstance(value, Buffer):
+        return View(value, value.shape, value.strides)
+    shape, strides = low._sizes(val.shape), low.dense.get(r) or low._sizes(val.stride())
+    idx = low._vars(shape)
+    expr = value(idx)
+    if expr.op == "at":
+        buffer = low.out.buffers[expr.args[0]]
+        window = affine_window(buffer.flat(expr.args[1]), idx, shape)
+        root = view_root(r)
+        owner = low.returned.setdefault(buffer.name, root)
+        fresh = buffer.kind == "input" and root.op != "placeholder" or owner is not root
+        aliases = (
+            fresh or buffer.kind == "constant" or buffer.name in mutated
+        )  # the caller would see it change
+        if (
+            window is not None
+            and buffer.dtype == value.dtype
+            and not aliases
+            and (free and no_negative(window[0]) or strides_agree(window[0], strides, shape))
+        ):
+            base = _memory_of(low, buffer)
+            if base.kind == "temp":
+                base.kind = "output"
+            if base.kind not in ("input", "constant") or buffer is base:
+                return View(buffer, shape, window[0] if free else strides, window[1])
+    order = low._strides(shape, r) if free else strides
+    if not free and not no_overlap(val):
+        order = dense_strides(shape, tuple(range(len(shape))))
+    buffer = low._buffer(shape, val.dtype, order, "output")
+    low.out.defs.append(Pointwise((buffer,), note_of(r), loop_vars(idx), expr, idx))
+    if not free and buffer.strides != strides:  # e.g. an expanded result: one element, many positions
+        buffer.strides = strides
+    return View(buffer, shape, strides if not free else order)
+
+
+def broadcast_to(value: Value, shape: Shape) -> Value:
+    if value.shape == shape:
+        return value
+    lead = len(shape) - len(value.shape)
+    keep = [n != 1 for n in value.shape]
+    return Value(
+        shape, value.dtype, lambda i: value(tuple(x if k else 0 for x, k in zip(i[lead:], keep, strict=True)))
+    )
+
+
+def converted(value: Value, dtype: torch.dtype) -> Value:
+    return value if value.dtype == dtype else Value(value.shape, dtype, lambda i: ex.cast(value(i), dtype))

@@ -1,0 +1,96 @@
+"""What lowering asks of the graph as it was traced: views, readers, dtypes, names for what is computed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.ir import expr as ex
+from dicp.ir.printer import user_location
+from dicp.ops.table import table
+
+
+def returned_together(gm: fx.GraphModule) -> set[fx.Node]:
+    """Tensors that several results are views of: those share memory, as in eager."""
+    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    roots = [view_root(r) for r in results if isinstance(r, fx.Node)]
+    return {r for r in roots if roots.count(r) > 1}
+
+
+def view_root(node: fx.Node) -> fx.Node:
+    """The node whose memory eager's result shares, going back through views."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        maker = node.args[0] if node.target is operator.getitem else node  # a piece of a split, say
+        if not returns_views(maker) or not isinstance(maker.args[0], fx.Node):
+            break
+        node = maker.args[0]
+    return node
+
+
+def returns_views(node: fx.Node) -> bool:
+    """Whether results of the node share memory with what it is given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def no_elements(val: Any) -> bool:
+    return isinstance(val, torch.Tensor) and all(isinstance(n, int) for n in val.shape) and 0 in val.shape
+
+
+def shape_env(gm: fx.GraphModule) -> Any | None:
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt):
+            return val.node.shape_env
+        if isinstance(val, torch.Tensor) and getattr(val, "fake_mode", None) is not None:
+            if val.fake_mode.shape_env is not None:
+                return val.fake_mode.shape_env
+    return None
+
+
+def is_strided(val: torch.Tensor) -> bool:
+    return val.layout == torch.strided and not val.is_quantized
+
+
+def lowerable(node: fx.Node) -> bool:
+    """Whether every tensor involved has a dtype kernels compute (complex, quantised, fp8... go to calls)."""
+    vals = [a.meta.get("val") for a in node.all_input_nodes] + [node.meta.get("val")]
+    flat = [x for v in vals for x in (v if isinstance(v, (tuple, list)) else [v])]
+    return all(
+        ex.compute_dtype(v.dtype) in ex.COMPUTE_DTYPES and is_strided(v)
+        for v in flat
+        if isinstance(v, torch.Tensor)
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    row = table().get(node.target)  # type: ignore[call-overload]
+    return row is not None and row.kind == "view"
+
+
+def reduces(node: fx.Node) -> bool:
+    row = table().get(node.target)  # type: ignore[call-overload]
+    return row is None or row.kind in ("reduction", "contraction")
+
+
+def use_counts(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    """Readers of each node's value, looking through views and tuple elements."""
+    counts: dict[fx.Node, int] = {}
+    for node in reversed(gm.graph.nodes):
+        total = 0
+        for user in node.users:
+            through = user.op == "call_function" and (user.target is operator.getitem or is_view(user))
+            total += counts[user] if through else 1
+        counts[node] = total
+    return counts
+
+
+def note_of(node: fx.Node | None) -> str:
+    if node is None:
+        return ""
+    name = node.target.__name__ if callable(node.target) else str(node.target)
+    where = user_location(node)
+    return f"{name.removesuffix('.default')}    {where}" if where else name.removesuffix(".default")
