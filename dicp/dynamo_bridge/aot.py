@@ -14,7 +14,8 @@ from dicp.compiler import Compiled, compile_graph, watched
 from dicp.dynamo_bridge import saved
 from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
-from dicp.passes.layout import FREE_OUTPUTS, repropagate
+from dicp.passes.facts import FREE_OUTPUTS
+from dicp.passes.layout import repropagate
 from dicp.schedule.defs import View
 from dicp.vendor.base import takes_graphs
 
@@ -85,7 +86,8 @@ def _free_saved_strides(graph: fx.GraphModule) -> None:
 
 def _saved_as_given(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Saved values arrive with the strides the forward gave them, which may differ from those that were
-    traced."""
+    traced; gradients may leave with any."""
+    graph.meta[FREE_OUTPUTS] = tuple(range(len(next(iter(reversed(graph.graph.nodes))).args[0])))
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     changed = False
     for node, given in zip(placeholders, inputs, strict=True):

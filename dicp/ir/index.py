@@ -206,7 +206,7 @@ def _build(terms: dict[Monomial, int]) -> Index:
             if not isinstance(atom, Mod):
                 continue
             rest = mono[:pos] + mono[pos + 1 :]
-            scaled = Poly({tuple(sorted((*rest, Div(atom.num, atom.den)), key=_atom_key)): coef}) * atom.den
+            scaled = floordiv(atom.num, atom.den) * atom.den * (Poly({rest: coef}) if rest else coef)
             if isinstance(scaled, Poly) and all(terms.get(m) == c for m, c in scaled.terms):
                 joined: Index = -scaled
                 joined = (

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
+from dicp.passes.conv_matmul import rewrite_conv_matmul
 from dicp.passes.layout import choose_layout
 from dicp.passes.rewrite_attention import rewrite_attention
 from dicp.passes.rewrite_conv import rewrite_conv
@@ -59,7 +60,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
-    Pass("choose_layout", choose_layout, "last: it counts what the rewrites left"),
+    Pass("choose_layout", choose_layout, "it counts what the rewrites left"),
+    Pass("rewrite_conv_matmul", rewrite_conv_matmul, "after layout: rows are channels-last positions"),
 )
 
 

@@ -11,6 +11,10 @@ from torch.fx import Graph, Node
 
 from dicp.compat import known_equal
 
+FREE_OUTPUTS = "dicp_free_outputs"
+"""Key of `gm.meta`: indices of outputs of any strides: their reader is told which (a backward), or takes any
+(the engine of autograd)."""
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 

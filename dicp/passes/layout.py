@@ -14,14 +14,12 @@ from dicp.compat import FakeTensorMode, fake_mode_of, quiet_shapes, size_hint
 from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
-from dicp.passes.facts import aten, is_pure, mutated_arguments, value_of
+from dicp.passes.conv_matmul import convolution_of, pays
+from dicp.passes.facts import FREE_OUTPUTS, aten, is_pure, mutated_arguments, value_of
 from dicp.vendor.base import takes_graphs
 
 CHANNELS_LAST = (0, 2, 3, 1)
 """Dims from outermost to innermost in memory: the value of `node.meta["dicp_layout"]`."""
-
-FREE_OUTPUTS = "dicp_free_outputs"
-"""Key of `gm.meta`: indices of outputs of any strides: their reader (a backward) will be told which."""
 
 # What reads strides, not only elements: gets its inputs as they were traced.
 _STRIDE_READERS = (aten.as_strided.default, aten.view.dtype, aten.set_.source_Tensor)
@@ -54,6 +52,8 @@ class Plan:
     """(consumer, source, format)"""
     cost: float = 0.0
     gain: float = 0.0
+    products: frozenset[Node] = frozenset()
+    """convolutions that become matrix products, whose rows are channels-last positions"""
 
 
 def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
@@ -77,7 +77,8 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
         return gm
     costs = getattr(vendor, "layout_costs", None) or LayoutCosts()
     with mode, quiet_shapes(mode):
-        plan = _plan(gm, costs) if _may_pay(gm, costs) else None
+        products = frozenset(n for n in gm.graph.nodes if _is_product(n, vendor))
+        plan = _plan(gm, costs, products) if _may_pay(gm, costs, products) else None
     if plan is not None and plan.gain > plan.cost:
         _carry_out(gm.graph, plan)
     return gm
@@ -92,14 +93,20 @@ def repropagate(gm: GraphModule) -> None:
                 node.meta["val"] = _call(node, {n: value_of(n) for n in node.all_input_nodes})
 
 
-def _may_pay(gm: GraphModule, costs: LayoutCosts) -> bool:
+def _is_product(node: Node, vendor: Any) -> bool:
+    conv = convolution_of(node)
+    backward = node.target is aten.convolution_backward.default
+    return any(pays(vendor, part, conv) for part in (("input", "weight") if backward else ("result",)))  # type: ignore[arg-type]
+
+
+def _may_pay(gm: GraphModule, costs: LayoutCosts, products: frozenset[Node]) -> bool:
     """A bound without propagation: convolutions whose results leave the graph pay for those at least."""
     free = gm.meta.get(FREE_OUTPUTS, ())
     bound = 0.0
     for node in gm.graph.nodes:
         inputs = _conv_inputs(node)
-        if inputs and _wants_channels_last(node, costs):
-            bound += _gain(node, node.args[inputs[0]], node.args[_weight_index(node)], costs)
+        if inputs and (node in products or _wants_channels_last(node, costs)):
+            bound += _gain(node, node in products, costs)
     results = next(iter(reversed(gm.graph.nodes))).args[0]
     for i, node in enumerate(results if isinstance(results, (list, tuple)) else [results]):
         if (
@@ -128,9 +135,9 @@ def _weight_index(node: Node) -> int:
     return 2 if node.target is aten.convolution_backward.default else 1
 
 
-def _plan(gm: GraphModule, costs: LayoutCosts) -> Plan | None:
+def _plan(gm: GraphModule, costs: LayoutCosts, products: frozenset[Node]) -> Plan | None:
     """None where an output's strides could not be had back."""
-    plan = Plan({})
+    plan = Plan({}, products=products)
     converted: dict[tuple[Node, torch.memory_format], Any] = {}
     free = gm.meta.get(FREE_OUTPUTS, ())
     for node in gm.graph.nodes:
@@ -153,7 +160,7 @@ def _plan_inputs(
 ) -> Iterator[tuple[Node, Any]]:
     """The node's inputs as it gets them: a convolution's activations channels-last."""
     activations = [node.args[i] for i in _conv_inputs(node)]
-    if activations and not _wants_channels_last(node, costs):
+    if activations and node not in plan.products and not _wants_channels_last(node, costs):
         for source in node.all_input_nodes:
             value = plan.values[source]
             turned = source in activations and value is not value_of(source) and _is_channels_last(value)
@@ -172,7 +179,7 @@ def _plan_inputs(
         else:
             yield source, value
     if activations:
-        plan.gain += _gain(node, activations[0], weight, costs)
+        plan.gain += _gain(node, node in plan.products, costs)
 
 
 def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
@@ -187,15 +194,16 @@ def _is_made_for(source: Node, user: Node) -> bool:
     return source.op == "call_function" and len(source.users) == 1 and user in source.users
 
 
-def _gain(node: Node, x: Any, weight: Any, costs: LayoutCosts) -> float:
+def _gain(node: Node, product: bool, costs: LayoutCosts) -> float:
     """What one convolution spares; nothing where the user's own strides are channels-last."""
+    x, weight = node.args[_conv_inputs(node)[0]], node.args[_weight_index(node)]
     if _is_channels_last(value_of(x)):
         return 0.0
     result = value_of(node)
     results = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if r is not None]
     gain = costs.activation_gain * (_bytes(value_of(x)) + _bytes(results[0]))
     window = value_of(weight).shape[2:]
-    if all(size == 1 for size in window) or _is_made_for(weight, node):
+    if product or all(size == 1 for size in window) or _is_made_for(weight, node):  # type: ignore[arg-type]
         return gain
     return gain - costs.weight_loss * _bytes(value_of(weight))
 

@@ -9,7 +9,8 @@ from graphs import CheckPass, claims, graph_of, graphs_of
 
 from dicp.ir.printer import show
 from dicp.passes.canonicalize import canonicalize
-from dicp.passes.layout import CHANNELS_LAST, FREE_OUTPUTS, LayoutCosts, choose_layout
+from dicp.passes.facts import FREE_OUTPUTS
+from dicp.passes.layout import CHANNELS_LAST, LayoutCosts, choose_layout
 from dicp.passes.rewrite_conv import rewrite_conv
 
 T = torch.Tensor

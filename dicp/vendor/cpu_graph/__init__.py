@@ -41,6 +41,12 @@ class CpuGraph:
 
         return Machine(torch.get_num_threads(), lanes(config))
 
+    def matmul_pays(self, part: str, conv: Any) -> bool:
+        """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""
+        from dicp.vendor.cpu_graph.claims import matmul_pays
+
+        return matmul_pays(part, conv)
+
     def fingerprint(self, config: Any) -> str:
         from dicp.vendor.cpu_graph import toolchain
         from dicp.vendor.cpu_graph.build import compiler_identity

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.compat import known_equal
+from dicp.compat import known_equal, size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 
@@ -120,7 +120,7 @@ def _rows(*positions: int) -> Callable[..., Sequence[Any]]:
 def _mm(node: fx.Node, eager: bool) -> Claim | None:
     if _dtype(node) not in (*FLOATS, torch.float64):
         return None
-    if not eager and prefers_onednn(_dtype(node)):  # type: ignore[arg-type]
+    if not eager and prefers_onednn(_dtype(node)) and not _for_blas(node):  # type: ignore[arg-type]
         return Claim(
             "mm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
@@ -134,6 +134,16 @@ def _mm(node: fx.Node, eager: bool) -> Claim | None:
     )
 
 
+LARGE_RESULT = 1 << 20
+
+
+def _for_blas(node: fx.Node) -> bool:
+    """Whether a product goes to BLAS where oneDNN is as fast: oneDNN copies a transposed left operand, and
+    allocates its result, which costs more than it gains where that is large."""
+    left, result = node.args[-2].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return left.stride(-1) != 1 or size_hint(result.numel()) * result.element_size() >= LARGE_RESULT
+
+
 def _addmm(node: fx.Node, eager: bool) -> Claim | None:
     if _dtype(node) not in (*FLOATS, torch.float64):
         return None
@@ -141,7 +151,7 @@ def _addmm(node: fx.Node, eager: bool) -> Claim | None:
     bias = node.args[0].meta["val"]  # type: ignore[union-attr]
     columns = node.meta["val"].shape[-1]
     plain = bias.dim() == 1 and known_equal(bias.shape[0], columns) and beta == 1 and alpha == 1
-    if not eager and plain and prefers_onednn(_dtype(node)):  # type: ignore[arg-type]
+    if not eager and plain and prefers_onednn(_dtype(node)) and not _for_blas(node):  # type: ignore[arg-type]
         return Claim(
             "addmm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
@@ -223,6 +233,20 @@ def _linear_call(
 # -- convolution -------------------------------------------------------------------------------------------
 
 
+FEW_POSITIONS = 256
+"""Positions under which oneDNN's convolutions lose to gathering the windows: 98 positions of 512 channels,
+3x3, take it 4.1 ms forward and 16 ms for the weight's gradient; a product of those sizes takes 2.5 ms, its
+gathering 1.3 ms (2 Zen 4 cores)."""
+
+
+def matmul_pays(part: str, conv: Any) -> bool:
+    """Products with a 1x1 window run at the library's peak either way; as GEMM they write where the program
+    wants them, where a convolution allocates its results and reorders its weights at each call."""
+    if conv.dtype != torch.float32:
+        return False
+    return conv.pointwise or (part != "input" and conv.positions < FEW_POSITIONS)
+
+
 def _lists(w: Any, *lists: Sequence[int]) -> list[str]:
     out: list[str] = []
     for values in lists:
@@ -279,6 +303,8 @@ def _in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any
 def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
     count = 3 if node.target is aten.convolution_backward.default else 1
     wanted = [_in_layout(lowering, node, args, k) for k in range(count)]
+    if count == 3 and len(wanted[1].shape) == 4 and _channels_last(wanted[1]):
+        wanted[2] = lowering.in_order(wanted[2], (0, 2, 3, 1))  # which the library would do, more slowly
     rest = (
         args[count:] if count == 3 else _dense(2)(lowering, node, args)[1:]
     )  # the bias of a forward convolution

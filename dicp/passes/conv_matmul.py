@@ -1,0 +1,203 @@
+"""Convolutions that a matrix product serves better: the channels-last value as rows, one per position.
+
+    y[p,o] = sum_k x[p,k] w[o,k]        dx[p,k] = sum_o g[p,o] w[o,k]        dw[o,k] = sum_p g[p,o] x[p,k]
+
+p: batch * height * width; o: output channels; k: input channels * window. A window of 1x1 and stride 1 needs
+no copy of x; any other gathers each position's window first (im2col).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dicp.compat import fake_mode_of, quiet_shapes, size_hint
+from dicp.ops.library import register
+from dicp.passes.facts import FREE_OUTPUTS, aten, value_of
+from dicp.passes.rules import Emitter, finish
+
+Part = Literal["result", "input", "weight"]
+"""What is computed: the convolution's result, or the gradient of its input or of its weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """One convolution as the vendor is asked about it: `matmul_pays(part, convolution) -> bool`."""
+
+    positions: int
+    """batch * height * width of the result, as seen while tracing"""
+    channels: tuple[int, int]
+    """of input and result"""
+    window: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether x's rows are the positions as they are."""
+        return self.window == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
+
+
+def convolution_of(node: Node) -> Convolution | None:
+    """The convolution that a node computes or differentiates, where a product could stand for it: two
+    dimensions, one group, no dilation, nothing fused, sizes known but for the batch."""
+    found = _operands(node)
+    if found is None:
+        return None
+    x, weight, result, (stride, padding, dilation), groups = found
+    x, weight, result = value_of(x), value_of(weight), value_of(result)
+    if x.dim() != 4 or weight.dim() != 4 or groups != 1 or any(d != 1 for d in dilation):
+        return None
+    if not all(isinstance(n, int) for n in (*x.shape[1:], *weight.shape, *result.shape[1:])):
+        return None
+    return Convolution(
+        positions=size_hint(result.shape[0]) * result.shape[2] * result.shape[3],
+        channels=(x.shape[1], result.shape[1]),
+        window=tuple(weight.shape[2:]),
+        stride=_pair(stride),
+        padding=_pair(padding),
+        dtype=x.dtype,
+    )
+
+
+def _operands(node: Node) -> tuple[Node, Node, Node, tuple[Any, Any, Any], int] | None:
+    """(x, weight, a value of the result's shape, (stride, padding, dilation), groups)"""
+    a: Sequence[Any] = node.args
+    if node.target is aten.convolution.default and not a[6]:
+        return a[0], a[1], node, (a[3], a[4], a[5]), a[8]
+    if node.target is aten.convolution_backward.default and not a[7]:
+        return a[1], a[2], a[0], (a[4], a[5], a[6]), a[9]
+    if node.target is torch.ops.dicp.conv.default:
+        plain = a[3] is None and (a[8] if len(a) > 8 else node.kwargs.get("act", "none")) == "none"
+        return (a[0], a[1], node, (a[4], a[5], a[6]), a[7]) if plain else None
+    return None
+
+
+def _pair(x: Sequence[int]) -> tuple[int, int]:
+    return (x[0], x[-1])
+
+
+def pays(vendor: Any, part: Part, conv: Convolution | None) -> bool:
+    """Whether the vendor would rather have that part as a matrix product; no by default."""
+    ask = getattr(vendor, "matmul_pays", None)
+    return conv is not None and ask is not None and bool(ask(part, conv))
+
+
+def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
+    """conv(x, w)  ->  mm(rows of x, w^T), and the gradients likewise, where x is channels-last and the vendor
+    says that it pays."""
+    if getattr(vendor, "matmul_pays", None) is None:
+        return gm
+    register()
+    mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
+    if mode is None:
+        return gm
+    for node in list(gm.graph.nodes):
+        conv = convolution_of(node)
+        if conv is None:
+            continue
+        with mode, quiet_shapes(mode):
+            if node.target is aten.convolution_backward.default:
+                _gradients(node, conv, vendor)
+            elif pays(vendor, "result", conv) and _ready(node.args[0], node.args[1]):
+                _result(node, conv)
+    return finish(gm)
+
+
+def _ready(x: Any, weight: Any) -> bool:
+    """Whether rows of x and the flat weight are views."""
+    x, weight = value_of(x), value_of(weight)
+    return bool(x.is_contiguous(memory_format=torch.channels_last) and weight.is_contiguous())
+
+
+def _result(node: Node, conv: Convolution) -> None:
+    x, weight, bias = node.args[:3]
+    emit = Emitter(node)
+    columns = emit(aten.permute.default, _flat_weight(emit, weight), [1, 0])
+    rows = _rows(emit, x, conv)
+    y = (
+        emit(aten.mm.default, rows, columns)
+        if bias is None
+        else emit(aten.addmm.default, bias, rows, columns)
+    )
+    _replace(node, _image(emit, y, value_of(node)))
+
+
+def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
+    grad, x, weight = node.args[:3]
+    mask = list(node.args[10])  # type: ignore[call-overload]
+    of_input = mask[0] and conv.pointwise and pays(vendor, "input", conv)
+    of_weight = mask[1] and pays(vendor, "weight", conv)
+    users = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    if not (of_input or of_weight) or mask[2] or len(users) != len(node.users) or not _ready(x, weight):
+        return
+    emit = Emitter(node)
+    rows = _channels_as_rows(emit, grad)
+    if of_input and 0 in users:
+        dx = emit(aten.mm.default, rows, _flat_weight(emit, weight))
+        _replace(users.pop(0), _image(emit, dx, value_of(x)))
+    if of_weight and 1 in users:
+        dw = emit(aten.mm.default, emit(aten.permute.default, rows, [1, 0]), _rows(emit, x, conv))
+        dw = emit(aten.view.default, dw, list(value_of(weight).shape))
+        _replace(users[1], _as_traced(emit, dw, users.pop(1)))
+    if users:
+        left = [k in users for k in range(3)]
+        new = emit(node.target, *node.args[:10], left)
+        new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", *new.meta)})
+        node.replace_all_uses_with(new)
+
+
+def _replace(node: Node, new: Node) -> None:
+    for key, value in node.meta.items():
+        if key != "val":
+            new.meta[key] = value
+    node.replace_all_uses_with(new)
+
+
+def _as_traced(emit: Emitter, new: Node, old: Node) -> Node:
+    """new with the strides of old, where a result of the graph needs them."""
+    output = next(reversed(new.graph.nodes))
+    free = new.graph.owning_module.meta.get(FREE_OUTPUTS, ())  # type: ignore[union-attr]
+    results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+    shown = any(r is old and k not in free for k, r in enumerate(results))
+    if not shown or value_of(new).stride() == value_of(old).stride():
+        return new
+    return emit(aten.clone.default, new, memory_format=torch.channels_last)
+
+
+def _flat_weight(emit: Emitter, weight: Any) -> Node:
+    shape = value_of(weight).shape
+    return emit(aten.view.default, weight, [shape[0], shape[1] * shape[2] * shape[3]])
+
+
+def _channels_as_rows(emit: Emitter, image: Any) -> Node:
+    """[B,C,H,W] -> [B*H*W,C]; a copy unless the image is channels-last."""
+    last = emit(aten.permute.default, image, [0, 2, 3, 1])
+    if not value_of(last).is_contiguous():
+        last = emit(aten.clone.default, last, memory_format=torch.contiguous_format)
+    return emit(aten.view.default, last, [-1, value_of(image).shape[1]])
+
+
+def _rows(emit: Emitter, x: Any, conv: Convolution) -> Node:
+    """[B,C,H,W] -> [positions, C * window]"""
+    if conv.pointwise:
+        return _channels_as_rows(emit, x)
+    (kh, kw), (sh, sw), (ph, pw) = conv.window, conv.stride, conv.padding
+    if ph or pw:
+        x = emit(aten.constant_pad_nd.default, x, [pw, pw, ph, ph], 0)
+    windows = emit(aten.unfold.default, emit(aten.unfold.default, x, 2, kh, sh), 3, kw, sw)
+    ordered = emit(aten.permute.default, windows, [0, 2, 3, 1, 4, 5])
+    dense = emit(aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return emit(aten.view.default, dense, [-1, conv.channels[0] * kh * kw])
+
+
+def _image(emit: Emitter, rows: Node, like: Any) -> Node:
+    """[B*H*W,C] -> [B,C,H,W], channels-last"""
+    _, c, h, w = like.shape
+    return emit(aten.permute.default, emit(aten.view.default, rows, [-1, h, w, c]), [0, 3, 1, 2])

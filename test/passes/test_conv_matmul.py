@@ -1,0 +1,179 @@
+"""rewrite_conv_matmul: channels-last convolutions as matrix products over their positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from graphs import CheckPass, claims, graph_of
+
+from dicp.ir.printer import show
+from dicp.ops.library import register
+from dicp.passes.canonicalize import canonicalize
+from dicp.passes.conv_matmul import Convolution, Part, convolution_of, rewrite_conv_matmul
+
+T = torch.Tensor
+aten = torch.ops.aten
+
+
+class Products(claims):
+    """A vendor that wants every product but the gathered gradient of the input."""
+
+    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
+        return True
+
+
+def last(x: T) -> T:
+    return x.clone(memory_format=torch.channels_last)
+
+
+class TestConvMatmul(TestCase, CheckPass):
+    def test_window_of_one(self) -> None:
+        g = graph_of(lambda x, w, b: F.conv2d(last(x), w, b), (2, 3, 5, 4), (6, 3, 1, 1), (6,))
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv_matmul, canonicalize(g), Products())),
+            """\
+graph(arg0_1: f32[2,3,5,4], arg1_1: f32[6,3,1,1], arg2_1: f32[6]):
+  v0: f32[2,3,5,4] = clone(arg0_1, memory_format=channels_last)
+  v1: f32[6,3] = view(arg1_1, [6,3])
+  v2: f32[3,6] = permute(v1, [1,0])
+  v3: f32[2,5,4,3] = permute(v0, [0,2,3,1])
+  v4: f32[40,3] = view(v3, [-1,3])
+  v5: f32[40,6] = addmm(arg2_1, v4, v2)
+  v6: f32[2,5,4,6] = view(v5, [-1,5,4,6])
+  v7: f32[2,6,5,4] = permute(v6, [0,3,1,2])
+  return v7
+""",
+        )
+
+    def test_larger_window_gathers(self) -> None:
+        g = graph_of(
+            lambda x, w: F.conv2d(last(x), w, stride=2, padding=(1, 0)), (2, 3, 5, 4), (6, 3, 3, 2)
+        )
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv_matmul, canonicalize(g), Products())),
+            """\
+graph(arg0_1: f32[2,3,5,4], arg1_1: f32[6,3,3,2]):
+  v0: f32[2,3,5,4] = clone(arg0_1, memory_format=channels_last)
+  v1: f32[6,18] = view(arg1_1, [6,18])
+  v2: f32[18,6] = permute(v1, [1,0])
+  v3: f32[2,3,7,4] = constant_pad_nd(v0, [0,0,1,1], 0)
+  v4: f32[2,3,3,4,3] = unfold(v3, 2, 3, 2)
+  v5: f32[2,3,3,2,3,2] = unfold(v4, 3, 2, 2)
+  v6: f32[2,3,2,3,3,2] = permute(v5, [0,2,3,1,4,5])
+  v7: f32[2,3,2,3,3,2] = clone(v6, memory_format=contiguous_format)
+  v8: f32[12,18] = view(v7, [-1,18])
+  v9: f32[12,6] = mm(v8, v2)
+  v10: f32[2,3,2,6] = view(v9, [-1,3,2,6])
+  v11: f32[2,6,3,2] = permute(v10, [0,3,1,2])
+  return v11
+""",
+        )
+
+    def test_gradients(self) -> None:
+        def f(g: T, x: T, w: T) -> tuple[T, T]:
+            mask = [True, True, False]
+            out = aten.convolution_backward.default(
+                g, last(x), w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, mask
+            )
+            return out[0], out[1]
+
+        g = graph_of(f, (2, 6, 5, 4), (2, 3, 5, 4), (6, 3, 1, 1))
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv_matmul, canonicalize(g), Products())),
+            """\
+graph(arg0_1: f32[2,3,5,4], arg1_1: f32[2,6,5,4], arg2_1: f32[6,3,1,1]):
+  v0: f32[2,3,5,4] = clone(arg0_1, memory_format=channels_last)
+  v1: f32[2,5,4,6] = permute(arg1_1, [0,2,3,1])
+  v2: f32[2,5,4,6] = clone(v1, memory_format=contiguous_format)
+  v3: f32[40,6] = view(v2, [-1,6])
+  v4: f32[6,3] = view(arg2_1, [6,3])
+  v5: f32[40,3] = mm(v3, v4)
+  v6: f32[2,5,4,3] = view(v5, [-1,5,4,3])
+  v7: f32[2,3,5,4] = permute(v6, [0,3,1,2])
+  v8: f32[6,40] = permute(v3, [1,0])
+  v9: f32[2,5,4,3] = permute(v0, [0,2,3,1])
+  v10: f32[40,3] = view(v9, [-1,3])
+  v11: f32[6,3] = mm(v8, v10)
+  v12: f32[6,3,1,1] = view(v11, [6,3,1,1])
+  v13: f32[6,3,1,1] = clone(v12, memory_format=channels_last)
+  return v7, v13
+""",
+        )
+
+    def test_only_the_weight_of_a_larger_window(self) -> None:
+        def f(g: T, x: T, w: T) -> tuple[T, T]:
+            mask = [True, True, False]
+            out = aten.convolution_backward.default(
+                g, last(x), w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask
+            )
+            return out[0], out[1]
+
+        g = graph_of(f, (2, 6, 5, 4), (2, 3, 5, 4), (6, 3, 3, 3))
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv_matmul, canonicalize(g), Products())),
+            """\
+graph(arg0_1: f32[2,3,5,4], arg1_1: f32[2,6,5,4], arg2_1: f32[6,3,3,3]):
+  v0: f32[2,3,5,4] = clone(arg0_1, memory_format=channels_last)
+  v1: f32[2,5,4,6] = permute(arg1_1, [0,2,3,1])
+  v2: f32[2,5,4,6] = clone(v1, memory_format=contiguous_format)
+  v3: f32[40,6] = view(v2, [-1,6])
+  v4: f32[6,40] = permute(v3, [1,0])
+  v5: f32[2,3,7,6] = constant_pad_nd(v0, [1,1,1,1], 0)
+  v6: f32[2,3,5,6,3] = unfold(v5, 2, 3, 1)
+  v7: f32[2,3,5,4,3,3] = unfold(v6, 3, 3, 1)
+  v8: f32[2,5,4,3,3,3] = permute(v7, [0,2,3,1,4,5])
+  v9: f32[2,5,4,3,3,3] = clone(v8, memory_format=contiguous_format)
+  v10: f32[40,27] = view(v9, [-1,27])
+  v11: f32[6,27] = mm(v4, v10)
+  v12: f32[6,3,3,3] = view(v11, [6,3,3,3])
+  v13: f32[6,3,3,3] = clone(v12, memory_format=channels_last)
+  v14: (f32[2,3,5,4], ?, ?) = convolution_backward(arg1_1, v0, arg2_1, None, [1,1], [1,1], [1,1], False, [0,0], 1, [True,False,False])
+  v15: f32[2,3,5,4] = v14[0]
+  return v15, v13
+""",
+        )
+
+    def test_what_stays(self) -> None:
+        stays = [
+            (lambda x, w: F.conv2d(x, w), (2, 4, 5, 4), (6, 4, 1, 1)),  # not channels-last
+            (lambda x, w: F.conv2d(last(x), w, groups=2), (2, 4, 5, 4), (6, 2, 1, 1)),
+            (lambda x, w: F.conv2d(last(x), w, dilation=2), (2, 4, 5, 4), (6, 4, 2, 2)),
+            (lambda x, w: F.conv_transpose2d(last(x), w), (2, 4, 5, 4), (4, 6, 1, 1)),
+        ]
+        for f, *shapes in stays:
+            g = canonicalize(graph_of(f, *shapes))
+            text = show(g)
+            self.assertEqual(show(self.check(rewrite_conv_matmul, g, Products())), text)
+        g = canonicalize(graph_of(lambda x, w: F.conv2d(last(x), w), (2, 4, 5, 4), (6, 4, 1, 1)))
+        text = show(g)
+        self.assertEqual(show(self.check(rewrite_conv_matmul, g, claims())), text)  # a vendor without a say
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("window", [1, 3])
+def test_gradients_agree_with_eager(window: int, stride: int, padding: int) -> None:
+    """The products that cpu_graph chooses: few positions, channels-last input, forward and backward."""
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(5, 7, window, stride=stride, padding=padding, bias=False)
+    x = last(torch.randn(2, 5, 6, 7)).requires_grad_()
+    results = []
+    for f in (conv, torch.compile(conv, backend="dicp_cpu")):
+        conv.zero_grad()
+        x.grad = None
+        y = f(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, conv.weight.grad))
+    for ours, eager in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, eager)
+        order = [k for k, n in enumerate(ours.shape) if n > 1]
+        assert [ours.stride(k) for k in order] == [eager.stride(k) for k in order]
+
+
+def test_which_convolution() -> None:
+    register()
+    g = graph_of(lambda x, w: F.conv2d(last(x), w, stride=2, padding=1), (2, 3, 5, 4), (6, 3, 3, 2))
+    (node,) = [n for n in g.graph.nodes if n.target is aten.convolution.default]
+    assert convolution_of(node) == Convolution(18, (3, 6), (3, 2), (2, 2), (1, 1), torch.float32)
