@@ -135,13 +135,15 @@ def _mm(node: fx.Node, eager: bool) -> Claim | None:
 
 
 LARGE_RESULT = 1 << 20
+MANY_ROWS = 1024  # with 128 rows and a transposed weight MKL reaches 60 to 85 % of oneDNN; with 6272, 95 %
 
 
 def _for_blas(node: fx.Node) -> bool:
     """Whether a product goes to BLAS where oneDNN is as fast: oneDNN copies a transposed left operand, and
     allocates its result, which costs more than it gains where that is large."""
     left, result = node.args[-2].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return left.stride(-1) != 1 or size_hint(result.numel()) * result.element_size() >= LARGE_RESULT
+    rows, nbytes = size_hint(result.shape[0]), size_hint(result.numel()) * result.element_size()
+    return left.stride(-1) != 1 or (nbytes >= LARGE_RESULT and rows >= MANY_ROWS)
 
 
 def _addmm(node: fx.Node, eager: bool) -> Claim | None:
