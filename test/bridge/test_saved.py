@@ -88,7 +88,7 @@ print(counters["dicp"]["graphs"], counters["dicp"]["graphs_loaded"], counters["s
 
 def process(task: str, folder: Path, caches: Path, compiler: bool = False) -> list[int]:
     """Graphs that dicp compiled, graphs that it loaded, and graphs that Dynamo traced."""
-    env = {**os.environ, "DICP_CACHE_DIR": str(caches / "dicp"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "torch")}
+    env = {**os.environ, "DICP_CACHE_DIR": str(caches / "kernels"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "torch")}
     env.pop("CXX", None)
     if not compiler:
         env["PATH"] = str(folder / "nothing")
