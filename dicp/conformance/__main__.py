@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--resume", type=Path, metavar="DIR", help="keep results here, and do not run again what is there"
     )
+    p.add_argument("--report", action="store_true", help="run nothing: report on what --resume DIR holds")
     p.add_argument("--json", type=Path, metavar="F")
     p.add_argument("--junit", type=Path, metavar="F")
     p.add_argument("--html", type=Path, metavar="F")
@@ -123,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {r.key for r in results}
     waiting = [u for u in units if u.key not in done]
     started = time.perf_counter()
-    run(waiting, results, kept, folder, backend, args)
+    if not args.report:
+        run(waiting, results, kept, folder, backend, args)
     seconds = time.perf_counter() - started
     return finish(results, backend, device, seconds, args)
 
@@ -211,7 +213,7 @@ def finish(
     if args.coverage:
         from .docs import write_coverage
 
-        write_coverage(report, args.coverage)
+        write_coverage(report, results, args.coverage)
     return 0 if report.ok else 1
 
 

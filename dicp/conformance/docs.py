@@ -7,21 +7,36 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import grades
-from .report import Report, inductor_ways
+from .report import Report, beside_inductor, inductor_ways
+from .unit import UnitResult
 
 COVERAGE = Path(__file__).parent / "coverage.csv"
 FIELDS = ("operator", "category", "grade", "how", "how_complex", "externs")
 Row = dict[str, str]
 
 
-def write_coverage(report: Report, path: Path) -> None:
-    """One line per operator: how it went on this run's backend."""
+def write_coverage(report: Report, results: Sequence[UnitResult], path: Path) -> None:
+    """One line per operator: how it went on this run's backend; and, beside it as JSON, what was run."""
+    kinds = Counter(
+        " ".join(r.key.split("|")[1:]) for r in results if any(c.status != "skip" for c in r.cases)
+    )
+    mine, theirs = beside_inductor(report.operators)
+    extent = {
+        "torch": report.torch,
+        **{k: report.count(k) for k in ("passed", "failed", "xfailed", "upstream", "skipped")},
+        "without_extern": mine,
+        "inductor_without_fallback": theirs,
+        "units": dict(sorted(kinds.items())),
+    }
+    path.with_suffix(".json").write_text(json.dumps(extent, indent=1) + "\n")
     with path.open("w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
         out.writerow(FIELDS)
@@ -35,6 +50,32 @@ def read_coverage(path: Path = COVERAGE) -> list[Row]:
         return []
     with path.open(newline="") as f:
         return list(csv.DictReader(f))
+
+
+def read_extent(path: Path = COVERAGE) -> dict[str, Any]:
+    """What the recorded run consisted of; empty before the first one."""
+    path = path.with_suffix(".json")
+    return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
+
+
+def _extent(run: dict[str, Any]) -> list[str]:
+    if not run:
+        return []
+    modes: dict[str, list[str]] = {}
+    for name, count in run["units"].items():
+        dtype, _, mode = name.partition(" ")
+        modes.setdefault(mode, []).append(f"{dtype} {count}")
+    share = 100 * run["without_extern"] / max(run["inductor_without_fallback"], 1)
+    return [
+        f"torch {run['torch']}: {run['passed']:,} cases pass, {run['failed']} fail, {run['xfailed']} are "
+        f"expected failures; {run['upstream']} fail under `aot_eager` alike, {run['skipped']} are refused "
+        "by eager.",
+        f"Of {run['inductor_without_fallback']} operators that Inductor compiles without fallback, "
+        f"{run['without_extern']} ({share:.1f} %) compile here without extern.",
+        "",
+        "Operators run: " + "; ".join(f"{mode}: {', '.join(names)}" for mode, names in modes.items()) + ".",
+        "",
+    ]
 
 
 def _summary(rows: Sequence[Row], key: str) -> list[str]:
@@ -53,7 +94,7 @@ def _summary(rows: Sequence[Row], key: str) -> list[str]:
     return lines
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[Row], run: dict[str, Any] | None = None) -> str:
     """docs/operators.md."""
     theirs = inductor_ways()
     lines = [
@@ -66,6 +107,7 @@ def render(rows: Sequence[Row]) -> str:
     ]
     if not rows:
         return "\n".join([*lines, "No whole run has been recorded yet.", ""])
+    lines += _extent(run or {})
     lines += [
         "## By grade",
         "",
@@ -106,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--output", type=Path, default=Path("docs/operators.md"))
     p.add_argument("--check", action="store_true")
     args = p.parse_args(argv)
-    wanted = render(read_coverage())
+    wanted = render(read_coverage(), read_extent())
     if args.check:
         current = args.output.exists() and args.output.read_text() == wanted
         print("current" if current else f"{args.output} is stale: run python -m dicp.conformance docs")

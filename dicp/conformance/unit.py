@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import cases as cases_
 from . import opdb
@@ -172,13 +173,16 @@ class Runner:
         it = iter(joint)
         return [tuple(next(it) for _ in ts) for ts in inputs]
 
-    def fake_strides(self, case: Case) -> list[tuple[int, ...]] | None:
-        """The result's strides by the operator's fake implementation: all that a compiler is told of them."""
-        with FakeTensorMode() as mode, torch.set_grad_enabled(self.gradient):
+    def fake_strides(self, case: Case, actual: Outcome) -> list[tuple[int, ...]] | None:
+        """The result's strides by the operator's fake implementation: all that a compiler is told of them.
+        Sizes that depend on data are those of the actual result.
+        """
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.set_grad_enabled(self.gradient):
             try:
-                faked = [mode.from_tensor(t) for t in case.tensors]
+                faked = [mode.from_tensor(t, static_shapes=True) for t in case.tensors]
                 args, kwargs = put_tensors(case.args, faked), put_tensors(case.kwargs, faked)
-                return strides_of(flatten(target(self.op, case)(*args, **kwargs))[1])
+                leaves = flatten(target(self.op, case)(*args, **kwargs))[1]
+                return promised_strides(leaves, actual.leaves)
             except Exception:  # data-dependent sizes, leaves written in place...: nothing is promised
                 return None
 
@@ -253,7 +257,7 @@ def _verdict(runner: Runner, case: Case, wrong: Mismatch | None, actual: Outcome
     if wrong is None:
         return CaseResult(case.id, "pass")
     result = CaseResult(case.id, "fail", wrong.check, wrong.message, cases_.show(runner.op, case))
-    if wrong.check == "stride" and strides_of(actual.leaves) == runner.fake_strides(case):
+    if wrong.check == "stride" and strides_of(actual.leaves) == runner.fake_strides(case, actual):
         result.status = "upstream"
         result.message = f"torch's own fake implementation promises these strides: {wrong.message}"
     return result
@@ -262,6 +266,21 @@ def _verdict(runner: Runner, case: Case, wrong: Mismatch | None, actual: Outcome
 def strides_of(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
     """The strides of the tensors among them."""
     return [t.stride() for t in leaves if isinstance(t, torch.Tensor)]
+
+
+def promised_strides(faked: Sequence[Any], actual: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Strides of fake results, with the actual results' sizes in the place of symbols."""
+    pairs = [(f, a) for f, a in zip(faked, actual, strict=True) if isinstance(f, torch.Tensor)]
+    known = {
+        n.node.expr: size
+        for f, a in pairs
+        for n, size in zip(f.shape, a.shape, strict=True)
+        if isinstance(n, torch.SymInt)
+    }
+    return [
+        tuple(int(s.node.expr.subs(known)) if isinstance(s, torch.SymInt) else s for s in f.stride())
+        for f, _ in pairs
+    ]
 
 
 def prepare(runner: Runner, cases: Iterable[Case]) -> tuple[list[tuple[Case, Outcome]], list[CaseResult]]:
