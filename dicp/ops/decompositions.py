@@ -74,4 +74,4 @@ def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     """The k-th masked position gets the k-th element of source: a gather at the running count of the mask."""
     mask, x = torch.broadcast_tensors(mask, x)
     place = (mask.reshape(-1).cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
-    return torch.where(mask, source.reshape(-1)[place], x)
+    return torch.where(mask, source.reshape(-1)[place], x).contiguous()

@@ -455,6 +455,9 @@ def _expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
     if t.stride() == strides:
         return t
     if any(have != want and n > 1 for have, want, n in zip(t.stride(), strides, t.shape, strict=True)):
+        for d, (want, n) in enumerate(zip(strides, t.shape, strict=True)):
+            if want == 0 and n > 1:  # all its elements are one: those of a view of something expanded
+                return _expect(t.narrow(d, 0, 1), (*shape[:d], 1, *shape[d + 1 :]), strides).expand(t.shape)
         fresh = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
         return fresh.copy_(t)
     return t

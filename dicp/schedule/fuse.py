@@ -296,9 +296,10 @@ class _Fusion:
         if not rows:
             return True
         later = any(n in group.produced and not self._full_level(group, n, new_reduced) for n, _ in reads)
-        scans = any(
-            isinstance(m.definition, Reduction) and m.definition.scan for m in (*group.members, member)
-        )
+        scanned = any(isinstance(m.definition, Reduction) and m.definition.scan for m in group.members)
+        if later and scanned:  # a scan's values are at hand only in the loop that scans
+            return False
+        scans = scanned or isinstance(d, Reduction) and d.scan
         return (not later and not scans) or self._row_fits(group, new_reduced, mapping, d)
 
     def _may_reduce(self, group: Group, under: set[Var]) -> bool:

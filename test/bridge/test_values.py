@@ -42,6 +42,15 @@ EDGES = {
     ),
     "written_window_read_twice": (written_twice, r(5, 5)[1::2, 1::2]),
     "flipped_product": (lambda x, y: x @ y.flip(0), r(4, 6), r(6, 5)),
+    "scan_read_by_two_reductions": (lambda x: x.cumsum(1).logsumexp(1), r(7, 16)),
+    "scan_of_rows_read_twice": (lambda x: x.cumsum(1).softmax(1), r(7, 300)),
+    "window_of_one_element": (lambda x: torch.view_as_complex(x), r(1, 2).expand(5, 2)),
+    "factor_beside_zero": (
+        lambda x, y: torch.special.xlog1py(x, y),
+        torch.full((20,), INF),
+        torch.full((20,), 1e-45),
+    ),
+    "masked_scatter_of_columns": (lambda x, m: x.masked_scatter(m, x), r(5, 5).t(), (r(5, 5) > 0).t()),
     "negative_zero": (
         lambda x: (x.abs(), -x, x * 0, x.sqrt(), 1 / x, torch.maximum(x, -x)),
         torch.tensor([0.0, -0.0, 1.0]),
