@@ -169,7 +169,7 @@ class _Watch:
 
         assert process.stdout is not None
         done = False
-        timer = threading.Timer(120, kill, (True,))
+        timer = threading.Timer(max(120, self.args.timeout), kill, (True,))
         timer.start()
         try:
             for line in process.stdout:

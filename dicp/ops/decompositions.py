@@ -31,6 +31,8 @@ EXTRA = """addmv lift lift_fresh native_batch_norm _native_batch_norm_legit _bat
 # Rows without a rule that are made of others: taken apart for a vendor that does not keep them.
 OPENED = frozenset("addmm baddbmm _addmm_activation".split())
 
+PRODUCTS = "mm bmm addmm baddbmm".split()
+
 
 def decomposition_table(
     keeps: Callable[[OpOverload], bool] = lambda op: False, kernels: bool = True
@@ -54,13 +56,36 @@ def decomposition_table(
             wanted = not kernels and op in core
         if wanted:
             out[op] = fn
+    for product in [getattr(torch.ops.aten, name).default for name in PRODUCTS] if kernels else []:
+        out[product] = sums_of_nothing(out.get(product))
     return out
 
 
 def own_decompositions() -> dict[OpOverload, Decomposition]:
     """Ops that torch does not take apart."""
     aten = torch.ops.aten
-    return {aten.addbmm.default: addbmm, aten.masked_scatter.default: masked_scatter}
+    out: dict[OpOverload, Decomposition] = {
+        aten.addbmm.default: addbmm,
+        aten.masked_scatter.default: masked_scatter,
+    }
+    if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
+        out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
+    return out
+
+
+def sums_of_nothing(otherwise: Decomposition | None) -> Decomposition:
+    """A matrix product of operands without elements, on which libraries differ; all others as `otherwise`."""
+
+    def decomposed(*args: Any, beta: Any = 1, alpha: Any = 1) -> Any:
+        a, b = args[-2:]
+        if any(isinstance(n, int) and n == 0 for t in (a, b) for n in t.shape):
+            zeros = a.new_zeros((*a.shape[:-1], b.shape[-1]))
+            return zeros if len(args) == 2 or beta == 0 else zeros + args[0] * beta
+        if otherwise is None:
+            return NotImplemented
+        return otherwise(*args) if len(args) == 2 else otherwise(*args, beta=beta, alpha=alpha)
+
+    return decomposed
 
 
 def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
