@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from serving import Scores
-from workloads import CASES
 
+from dicp.bench import measure
+from dicp.bench.models import CASES
 from dicp.compiler import observe
 
 BATCHES = (2, 3, 4, 7, 8, 16, 32, 64, 1)
@@ -57,8 +58,6 @@ def main() -> None:
     parser.add_argument("--auto", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
-    from model import measure
-
     torch._dynamo.config.recompile_limit = 1000
     name = "input_ids" if args.workload == "llama" else "x"
     model = Scores(CASES[args.workload].build("full"), name).eval()

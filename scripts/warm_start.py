@@ -30,7 +30,8 @@ def worker(mode: str, contestant: str, workload: str, folder: str, fill: bool) -
     import torch
     import torch._dynamo.aot_compile
     from serving import Scores
-    from workloads import CASES
+
+    from dicp.bench.models import CASES
 
     if contestant == "inductor":
         import torch._inductor.compile_fx
