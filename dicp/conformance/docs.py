@@ -100,13 +100,13 @@ def render(rows: Sequence[Row], run: dict[str, Any] | None = None) -> str:
     lines = [
         "# Operators",
         "",
-        "Made by `python -m dicp.conformance docs` from the last whole run on `dicp_cpu`; do not edit.",
+        "Made by `python -m dicp.conformance docs` from the last recorded run on `dicp_cpu`; do not edit.",
         "What the words mean: [conformance.md](conformance.md). *Complex* is the same question for complex",
         "dtypes; *Inductor* is what Inductor does with the operator in its first real dtype on the CPU.",
         "",
     ]
     if not rows:
-        return "\n".join([*lines, "No whole run has been recorded yet.", ""])
+        return "\n".join([*lines, "No run has been recorded yet.", ""])
     lines += _extent(run or {})
     lines += [
         "## By grade",
