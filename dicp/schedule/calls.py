@@ -11,7 +11,7 @@ from dicp.errors import UnsupportedOp
 from dicp.ir import expr as ex
 from dicp.ir.printer import user_location
 from dicp.ir.value import Shape, Value
-from dicp.schedule.defs import Buffer, Call, Host, Raw
+from dicp.schedule.defs import Buffer, Call, Host, Raw, View
 from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
 from dicp.schedule.traced import is_strided, note_of, returns_views
 
@@ -29,6 +29,20 @@ def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
 
 
 def extern(low: Lowering, node: fx.Node, why: str) -> Any:
+    _refuse_if_strict(low, node, why)
+    args = tuple(_as_traced(low, a) for a in node.args)
+    kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
+    return _add_call(low, node, args, kwargs, None, None, "extern")
+
+
+def overwrite(low: Lowering, copy: fx.Node, buffer: Buffer, source: Any) -> None:
+    """An extern `copy_` over a graph input: of dtypes that kernels do not store."""
+    _refuse_if_strict(low, copy, f"kernels do not store {buffer.dtype}")
+    target = View(buffer, buffer.shape, buffer.strides)
+    low.out.defs.append(Call((buffer,), note_of(copy), copy, (target, low.operand(source))))
+
+
+def _refuse_if_strict(low: Lowering, node: fx.Node, why: str) -> None:
     if low.config.strict:
         where = user_location(node)
         raise UnsupportedOp(
@@ -37,9 +51,6 @@ def extern(low: Lowering, node: fx.Node, why: str) -> Any:
             todo="drop options={'strict': True} to run it as an extern aten call, "
             "or add a row to dicp/ops (docs/adding_an_op.md)",
         )
-    args = tuple(_as_traced(low, a) for a in node.args)
-    kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
-    return _add_call(low, node, args, kwargs, None, None, "extern")
 
 
 def _as_traced(low: Lowering, a: Any) -> Any:
@@ -56,11 +67,7 @@ def _as_traced(low: Lowering, a: Any) -> Any:
         return value
     view = low.operand(value)
     wanted = low._sizes(val.stride())
-    if (
-        strides_agree(view.strides, wanted, view.shape)
-        or isinstance(value, Buffer)
-        or not no_overlap(val)
-    ):
+    if strides_agree(view.strides, wanted, view.shape) or isinstance(value, Buffer) or not no_overlap(val):
         return view
     return low.in_order(value, order_of(val))
 

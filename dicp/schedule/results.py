@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from dicp.errors import UnsupportedOp
 from dicp.ir import expr as ex
 from dicp.ir.value import Shape, Value
+from dicp.schedule.calls import extern, overwrite
 from dicp.schedule.defs import Buffer, Pointwise, Raw, Scatter, View
 from dicp.schedule.strides import (
     affine_window,
@@ -34,9 +34,11 @@ def finish(low: Lowering, node: fx.Node) -> None:
     free = set(low.gm.meta.get("dicp_free_outputs", ()))
     returned = [_output(low, r, mutated, k in free) for k, r in enumerate(results)]
     sources = [_mutation_source(low, ph, src, mutated) for ph, src in low.mutations]
-    for (ph, _), value in zip(low.mutations, sources, strict=True):
-        if value is not None:
-            buffer = low.out.buffers[ph.name]
+    for (ph, src), value in zip(low.mutations, sources, strict=True):
+        buffer = low.out.buffers[ph.name]
+        if isinstance(value, Buffer):
+            overwrite(low, _copy_of(ph, src), buffer, value)
+        elif value is not None:
             idx = low._vars(buffer.shape)
             low.out.defs.append(
                 Pointwise((buffer,), f"copy_ into {ph.name}", loop_vars(idx), value(idx), idx)
@@ -44,15 +46,20 @@ def finish(low: Lowering, node: fx.Node) -> None:
     low.out.outputs = returned
 
 
-def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Value | None:
-    """What is written over a graph input; materialised first when it reads memory that is about to
-    change."""
+def _copy_of(ph: fx.Node, src: fx.Node) -> fx.Node:
+    """The node that writes src over a graph input."""
+    return next(u for u in ph.users if u.target is aten.copy_.default and u.args[:2] == (ph, src))
+
+
+def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Value | Buffer | None:
+    """What is written over a graph input, a Buffer where no kernel can; materialised first when it reads
+    memory that is about to change. None: it is there already."""
     value = low.values[src]
     shape, dtype = low.meta(ph)
     if src in low.in_place and _is_whole(low, value, low.out.buffers[ph.name]):
         return None
-    if isinstance(value, Buffer):
-        raise UnsupportedOp(f"copy_ into {ph.name}: dtype {value.dtype} cannot be stored by a kernel")
+    if isinstance(value, Buffer) or ex.compute_dtype(dtype) not in ex.COMPUTE_DTYPES:
+        return _held(low, ph, src, mutated)
     wanted = broadcast_to(converted(value, dtype), shape)
     idx = low._vars(shape)
     expr = wanted(idx)
@@ -66,6 +73,21 @@ def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]
     return low._named(wanted, ph)
 
 
+def _held(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Buffer:
+    """A buffer with src's value that no other write to an input changes."""
+    value = low.values[src]
+    if isinstance(value, Value):
+        low.node = src
+        value = low.operand(low._named(value, src)).buffer
+    if value.name not in mutated:
+        return value  # type: ignore[no-any-return]
+    graph = low.gm.graph
+    with graph.inserting_before(_copy_of(ph, src)):
+        clone = graph.call_function(aten.clone.default, (src,))
+    clone.meta = dict(src.meta)
+    return extern(low, clone, "an input of this dtype is written over another")  # type: ignore[no-any-return]
+
+
 def _is_whole(low: Lowering, value: Any, buffer: Buffer) -> bool:
     """Whether the value is what lies in the buffer, element for element."""
     if not isinstance(value, Value):
@@ -73,9 +95,7 @@ def _is_whole(low: Lowering, value: Any, buffer: Buffer) -> bool:
     idx = low._vars(value.shape)
     expr = value(idx)
     return (
-        expr.op == "at"
-        and expr.args[1] == idx
-        and _memory_of(low, low.out.buffers[expr.args[0]]) is buffer
+        expr.op == "at" and expr.args[1] == idx and _memory_of(low, low.out.buffers[expr.args[0]]) is buffer
     )
 
 

@@ -11,6 +11,11 @@ def r(*shape: int) -> torch.Tensor:
     return torch.randn(shape)
 
 
+def c(*shape: int) -> torch.Tensor:
+    """Of a dtype that kernels do not store."""
+    return torch.randn(shape, dtype=torch.complex64)
+
+
 def add_one(x):
     x.add_(1)
     return x * 2
@@ -116,6 +121,19 @@ def resizing_free(x):
     return y * 2
 
 
+def overwrite_with_old(x, y):
+    old = x * 1
+    x.copy_(y)
+    y.copy_(old)
+    return old
+
+
+def overwrite_then_change(x, y):
+    y.copy_(x)
+    x.mul_(2)
+    return y + 1
+
+
 def counters(x, n):
     n += 1
     return x * n
@@ -155,6 +173,13 @@ MUTATIONS = {
     "transposed_argument": (add_one, r(5, 7).t()),
     "bf16": (use_old_and_new, r(5, 70).bfloat16()),
     "bool": (lambda m: m.logical_not_(), torch.tensor([True, False, True])),
+    "complex": (lambda x: x.zero_() + 1, c(4, 5)),
+    "complex_swapped": (swap, c(40), c(40)),
+    "complex_after_use": (overwrite_with_old, c(4, 5), c(4, 5)),
+    "complex_from_real": (overwrite_then_change, r(4, 5), c(4, 5)),
+    "complex_from_mutated": (overwrite_then_change, c(4, 5), c(4, 5)),
+    "complex_view": (lambda x, y: x[1:].copy_(y), c(4, 5), c(5)),
+    "real_from_complex": (lambda x, y: y.copy_(x.mul_(2).real), c(4, 5), r(4, 5)),
 }
 
 

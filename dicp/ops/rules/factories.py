@@ -110,7 +110,7 @@ def rows() -> Iterator[Row]:
         rule=filled(1),
     )
     # Eager leaves empty tensors undefined: zero is as good as anything, and reproducible.
-    yield row("zeros", aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default,
+    yield row("zeros", aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default,
               aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
               aten.empty_strided.default, aten.new_empty_strided.default, aten.empty_permuted.default,
               prims.empty_strided.default,
