@@ -10,6 +10,7 @@ exit code is 1 if anything did, 2 if the models cannot be built here.
 import argparse
 import copy
 import dataclasses
+import gc
 import json
 import math
 import sys
@@ -165,44 +166,47 @@ def check_inference(trio: Trio, result: Result) -> None:
     no_recompiles(result, graphs, "inference")
 
 
+def hold_training(trio: Trio, result: Result, variant: int) -> None:
+    """Training at one size; all that it holds, several times the model, is let go at its end."""
+    case, inputs = trio.case, trio.inputs(variant)
+    count = case.steps if variant == 0 else 1
+    with runs.restored(arm.model for arm in (trio.got, trio.eager, trio.exact)):
+        ways = runs.eager_ways(trio.eager, case, inputs, count)
+        got, exact = (runs.train(arm, case, inputs, count) for arm in (trio.got, trio.exact))
+        buffers, exact_buffers = (
+            {k: b.clone() for k, b in a.model.named_buffers()} for a in (trio.got, trio.exact)
+        )
+    eager, eager_buffers = [run for run, _ in ways], [b for _, b in ways]
+    at, kinks = f"size {variant}: ", case.kinks
+    first = [run[0].gradients for run in eager]
+    result.hold(checks.judge_group(at + "gradient", got[0].gradients, first, exact[0].gradients, kinks))
+    result.hold(checks.judge_group(at + "buffer", buffers, eager_buffers, exact_buffers, kinks))
+    scores = runs.all_scores(exact)
+    result.hold(
+        [checks.judge(at + "scores", runs.all_scores(got), [runs.all_scores(e) for e in eager], scores)]
+    )
+    error = max(
+        math.hypot(*((checks.rms([e.scores.double() - x.scores]) for e, x in zip(run, exact))))
+        for run in eager
+    )
+    losses = [runs.all_losses(run) for run in eager]
+    result.hold(
+        [checks.judge(at + "losses", runs.all_losses(got), losses, runs.all_losses(exact), at_least=error)]
+    )
+
+
 def check_training(trio: Trio, result: Result) -> None:
     """Training runs from the same start, each going its own way: gradients of the first step, scores of
     each step, the losses, and the buffers (running statistics) at the end; at other sizes, one step."""
     assert trio.exact is not None
-    case, steps = trio.case, trio.case.steps
+    case = trio.case
     with runs.restored([trio.got.model]):
         seconds = compile_seconds(lambda: runs.train(trio.got, case, trio.inputs(0), 1))
         result.compile_s = (result.compile_s or 0.0) + seconds
     graphs = graphs_compiled()
     for variant in trio.variants:
-        count, inputs = steps if variant == 0 else 1, trio.inputs(variant)
-        with runs.restored(arm.model for arm in (trio.got, trio.eager, trio.exact)):
-            ways = runs.eager_ways(trio.eager, case, inputs, count)
-            got, exact = (runs.train(arm, case, inputs, count) for arm in (trio.got, trio.exact))
-            buffers, exact_buffers = (
-                {k: b.clone() for k, b in a.model.named_buffers()} for a in (trio.got, trio.exact)
-            )
-        eager, eager_buffers = [run for run, _ in ways], [b for _, b in ways]
-        at, kinks = f"size {variant}: ", case.kinks
-        first = [run[0].gradients for run in eager]
-        result.hold(checks.judge_group(at + "gradient", got[0].gradients, first, exact[0].gradients, kinks))
-        result.hold(checks.judge_group(at + "buffer", buffers, eager_buffers, exact_buffers, kinks))
-        scores = runs.all_scores(exact)
-        result.hold(
-            [checks.judge(at + "scores", runs.all_scores(got), [runs.all_scores(e) for e in eager], scores)]
-        )
-        error = max(
-            math.hypot(*((checks.rms([e.scores.double() - x.scores]) for e, x in zip(run, exact))))
-            for run in eager
-        )
-        losses = [runs.all_losses(run) for run in eager]
-        result.hold(
-            [
-                checks.judge(
-                    at + "losses", runs.all_losses(got), losses, runs.all_losses(exact), at_least=error
-                )
-            ]
-        )
+        hold_training(trio, result, variant)
+        gc.collect()  # optimizers refer to themselves, and hold as much as the model
     no_recompiles(result, graphs, "training")
 
 
@@ -274,6 +278,7 @@ def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str, roun
     """One line of the report; an exception is one way to fail. `rounds`: of the timing."""
     result = Result(name, backend, dtype, dynamic, size)
     torch._dynamo.reset()
+    gc.collect()
     counters.clear()
     try:
         trio = make_trio(CASES[name], backend, DTYPES[dtype], dynamic, size, rounds, result)
