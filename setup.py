@@ -14,8 +14,15 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    # The mapping says the default, and yet makes `pip install -e` use a path file: an import hook would lose
+    # against any folder named dicp beside the user's script, such as a clone of this project.
+    package_dir={"": "."},
     packages=find_packages(include=["dicp", "dicp.*"]),
-    package_data={"dicp.vendor.cpu_graph": ["include/*.h", "*.c"], "dicp": ["py.typed"]},
+    package_data={
+        "dicp": ["py.typed"],
+        "dicp.conformance": ["*.csv", "*.html", "*.json"],
+        "dicp.vendor.cpu_graph": ["include/*.h", "*.c"],
+    },
     python_requires=">=3.11,<3.13",
     install_requires=["torch>=2.11,<2.14", "numpy", "sympy"],
     extras_require={
