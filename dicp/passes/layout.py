@@ -136,7 +136,7 @@ def _weight_index(node: Node) -> int:
 
 
 def _plan(gm: GraphModule, costs: LayoutCosts, products: frozenset[Node]) -> Plan | None:
-    """None where an output's strides could not be had back."""
+    """None where strides that somebody relies on could not be had back."""
     plan = Plan({}, products=products)
     converted: dict[tuple[Node, torch.memory_format], Any] = {}
     free = gm.meta.get(FREE_OUTPUTS, ())
@@ -150,8 +150,8 @@ def _plan(gm: GraphModule, costs: LayoutCosts, products: frozenset[Node]) -> Pla
             wanted = dict(_plan_inputs(plan, node, converted, costs))
             changed = [n for n in node.all_input_nodes if wanted[n] is not value_of(n)]
             plan.values[node] = value_of(node)
-            if changed:
-                _plan_call(plan, node, wanted, changed, converted, costs)
+            if changed and not _plan_call(plan, node, wanted, changed, converted, costs):
+                return None
     return plan
 
 
@@ -215,19 +215,21 @@ def _plan_call(
     changed: list[Node],
     converted: dict[Any, Any],
     costs: LayoutCosts,
-) -> None:
-    """The node's value for inputs in the new order; copies in the old order where it does not take them."""
+) -> bool:
+    """The node's value for inputs in the new order; copies in the old order where it does not take them.
+    False where that order is neither row-major nor channels-last."""
     if not _reads_strides(node):
         try:
             plan.values[node] = _call(node, wanted)
-            return
+            return True
         except (RuntimeError, ValueError):  # a view that would need a copy
             pass
     for source in changed:
         back = _order_of(value_of(source))
         if back is None:
-            raise AssertionError(f"{source.name} was neither contiguous nor channels-last")
+            return False
         _convert(plan, node, source, back, converted, costs.conversion)
+    return True
 
 
 def _reads_strides(node: Node) -> bool:

@@ -51,6 +51,15 @@ graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
         text = show(g)
         self.assertEqual(show(self.check(choose_layout, g, claims())), text)
 
+    def test_reader_of_other_strides_keeps_the_graph(self) -> None:
+        def f(x: T, w: T) -> T:
+            turned = torch.relu(F.conv2d(x, w)).transpose(1, 2)  # neither row-major nor channels-last
+            return turned.as_strided((2, 16, 8, 16), turned.stride()) + 1
+
+        g = canonicalize(graph_of(f, X, W))
+        text = show(g)
+        self.assertEqual(show(self.check(choose_layout, g, Always())), text)
+
     def test_output_keeps_its_strides(self) -> None:
         g = graph_of(lambda x, w: torch.relu(F.conv2d(x, w)), X, W)
         g = self.check(choose_layout, canonicalize(g), Always())
