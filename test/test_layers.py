@@ -200,3 +200,12 @@ def test_no_bare_except_and_no_assert_false() -> None:
             if isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value:
                 wrong.append(f"{name}:{node.lineno} assert False")
     assert not wrong
+
+
+def test_reversed_node_lists_are_not_used_as_iterators() -> None:
+    """torch 2.11's are iterable only: `next(iter(reversed(graph.nodes)))`."""
+    for name, tree in modules():
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "next":
+                text = ast.unparse(call.args[0])
+                assert not (text.startswith("reversed(") and text.endswith(".nodes)")), (name, call.lineno)
