@@ -1,0 +1,75 @@
+"""What cpu_graph gives to libraries, and which library serves it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.vendor.base import Claim
+from dicp.vendor.cpu_graph.claims import attention, convolution, matmul, others
+from dicp.vendor.cpu_graph.claims.common import FLOATS, aten, dtype_of
+from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
+from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn
+
+__all__ = ["claim_for", "cpu_maker", "keeps", "matmul_pays", "prefers_onednn", "supports"]
+
+
+def claim_for(node: fx.Node, eager: bool = False) -> Claim | None:
+    """The library call for a node. `eager`: the one that eager makes, so that results have its bits."""
+    make = _table().get(node.target)
+    if make is None or _empty(node):
+        return None
+    return make(node, eager) if make in (matmul.mm, matmul.addmm) else make(node)
+
+
+def _empty(node: fx.Node) -> bool:
+    """Whether an operand has no elements: libraries differ on what that means."""
+    vals = [a.meta.get("val") for a in node.all_input_nodes]
+    return any(isinstance(n, int) and n == 0 for v in vals if isinstance(v, torch.Tensor) for n in v.shape)
+
+
+def keeps(op: Any) -> bool:
+    """Whether some use of the op is claimed."""
+    return op in _table()
+
+
+def supports(target: Any, node: fx.Node) -> bool:
+    """Whether a dicp::* op may replace `node` and what feeds it."""
+    dtype = dtype_of(node)
+    if _empty(node):
+        return False
+    if target is torch.ops.dicp.linear.default:
+        return dtype is not None and prefers_onednn(dtype)
+    if target is torch.ops.dicp.conv.default:
+        return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
+    return dtype in FLOATS
+
+
+@functools.cache
+def _table() -> dict[Any, Callable[..., Claim | None]]:
+    from dicp.ops.library import register
+
+    register()
+    return {
+        aten.mm.default: matmul.mm,
+        aten.addmm.default: matmul.addmm,
+        aten.bmm.default: matmul.bmm,
+        aten.baddbmm.default: matmul.baddbmm,
+        torch.ops.dicp.linear.default: matmul.linear,
+        torch.ops.dicp.conv.default: convolution.conv,
+        torch.ops.dicp.attention.default: attention.attention,
+        aten.convolution.default: convolution.convolution,
+        aten.convolution_backward.default: convolution.convolution_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu.default: attention.flash,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.flash_backward,
+        aten.max_pool2d_with_indices.default: others.pool,
+        aten.max_pool2d_with_indices_backward.default: others.pool,
+        aten.native_dropout.default: others.dropout,
+        aten.sort.default: others.sort,
+        aten.sort.stable: others.sort,
+        aten.topk.default: others.topk,
+    }

@@ -1,0 +1,108 @@
+"""What the claims share: how arguments of a call are written and its operands prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.schedule.defs import View
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SHIM = "aoti_torch_cpu_"
+ACTIVATIONS = {
+    "none": ("none", None),
+    "relu": ("relu", None),
+    "sigmoid": ("sigmoid", None),
+    "tanh": ("tanh", None),
+    "silu": ("swish", None),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+}
+
+
+def dtype_of(x: Any) -> torch.dtype | None:
+    val = x.meta.get("val") if isinstance(x, fx.Node) else None
+    return val.dtype if isinstance(val, torch.Tensor) else None
+
+
+def activation(w: Any, act: str) -> list[str]:
+    """Arguments for an activation: name, scalars, their number, algorithm."""
+    name, algorithm = ACTIVATIONS[act]
+    if algorithm is None:
+        return [f'"{name}"', "nullptr", "0", "nullptr"]
+    text = w.fresh("algorithm")
+    w.lines.append(f'const char* {text} = "{algorithm}";')
+    return [f'"{name}"', "nullptr", "0", f"&{text}"]
+
+
+def dense(*positions: int) -> Callable[..., Sequence[Any]]:
+    """Prepare operands that the library reads as if they were dense (it ignores their strides)."""
+
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        return [
+            lowering.operand(a, dense=True) if k in positions and a is not None else a
+            for k, a in enumerate(args)
+        ]
+
+    return prepare
+
+
+def rows(*positions: int) -> Callable[..., Sequence[Any]]:
+    """Prepare operands whose last dim must be contiguous."""
+
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        def fix(a: Any) -> Any:
+            view = lowering.operand(a)
+            return view if view.strides[-1] == 1 else lowering.operand(a, dense=True)
+
+        return [fix(a) if k in positions and a is not None else a for k, a in enumerate(args)]
+
+    return prepare
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def full_args(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments by the schema, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return [args[k] if k < len(args) else kwargs.get(a.name, a.default_value) for k, a in enumerate(schema)]
+
+
+def lists(w: Any, *lists: Sequence[int]) -> list[str]:
+    out: list[str] = []
+    for values in lists:
+        name, n = w.ints(values)
+        out += [name, str(n)]
+    return out
+
+
+def channels_last(v: View) -> bool:
+    """Whether dims lie in memory as [batch, *spatial, channels], as far as strides are numbers."""
+    order = memory_order(v)
+    return len(order) in (4, 5) and order == (0, *range(2, len(order)), 1)
+
+
+def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
+    """Operand k stored in the layout that the layout pass chose for it, or the one it was traced with."""
+    from dicp.schedule.strides import order_of
+
+    source = node.args[k]
+    if not isinstance(source, fx.Node):
+        return args[k]
+    if "dicp_layout" in source.meta:
+        return lowering.in_order(args[k], source.meta["dicp_layout"])
+    return lowering.operand(args[k], order=order_of(source.meta["val"]))
+
+
+def memory_order(v: View) -> tuple[int, ...]:
+    """Dims from outermost to innermost, as far as the strides are numbers; row-major otherwise."""
+    if not all(isinstance(s, int) for s in v.strides):
+        seq_first = len(v.shape) == 4 and v.strides[1] == v.shape[3]
+        return (0, 2, 1, 3) if seq_first else tuple(range(len(v.shape)))
+    return tuple(sorted(range(len(v.shape)), key=lambda d: (-v.strides[d], d)))  # type: ignore[operator]

@@ -1,0 +1,180 @@
+"""Convolution and its gradients by oneDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.schedule.defs import Call
+from dicp.vendor.base import Claim
+from dicp.vendor.cpu_graph.claims.common import (
+    ACTIVATIONS,
+    FLOATS,
+    SHIM,
+    activation,
+    argument,
+    aten,
+    channels_last,
+    dense,
+    dtype_of,
+    in_layout,
+    lists,
+)
+
+FEW_POSITIONS = 256
+"""Positions under which oneDNN's convolutions lose to gathering the windows: 98 positions of 512 channels,
+3x3, take it 4.1 ms forward and 16 ms for the weight's gradient; a product of those sizes takes 2.5 ms, its
+gathering 1.3 ms (2 Zen 4 cores)."""
+
+
+def matmul_pays(part: str, conv: Any) -> bool:
+    """Products with a 1x1 window run at the library's peak either way; as GEMM they write where the program
+    wants them, where a convolution allocates its results and reorders its weights at each call."""
+    if conv.dtype != torch.float32:
+        return False
+    return conv.pointwise or (part != "input" and conv.positions < FEW_POSITIONS)
+
+
+def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
+    """Convolutions answer in channels-last when the input or the weight is; else as traced."""
+    from dicp.schedule.strides import dense_strides
+
+    val = node.meta["val"]
+    first = val[0] if isinstance(val, (tuple, list)) else val
+    x = args[0] if not isinstance(val, (tuple, list)) else args[1]
+    if not isinstance(first, torch.Tensor) or first.dim() not in (4, 5):
+        return None
+    last = (
+        channels_last(x)
+        or channels_last(args[1] if x is args[0] else args[2])
+        or (isinstance(val, (tuple, list)) and channels_last(args[0]))
+    )
+    n = first.dim()
+    order = (0, *range(2, n), 1) if last else tuple(range(n))
+
+    def strides(v: Any) -> Any:
+        if not isinstance(v, torch.Tensor):
+            return None
+        sizes = tuple(lowering.index(s) for s in v.shape)
+        return dense_strides(sizes, order if v.dim() == n else tuple(range(v.dim())))
+
+    vals = val if isinstance(val, (tuple, list)) else [val]
+    return [strides(v) for v in vals]
+
+
+def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+    count = 3 if node.target is aten.convolution_backward.default else 1
+    wanted = [in_layout(lowering, node, args, k) for k in range(count)]
+    if count == 3 and len(wanted[1].shape) == 4 and channels_last(wanted[1]):
+        wanted[2] = lowering.in_order(wanted[2], (0, 2, 3, 1))  # which the library would do, more slowly
+    rest = (
+        args[count:] if count == 3 else dense(2)(lowering, node, args)[1:]
+    )  # the bias of a forward convolution
+    return (*wanted, *rest)
+
+
+def convolution(node: fx.Node) -> Claim | None:
+    if dtype_of(node) not in (*FLOATS, torch.float64):
+        return None
+
+    def emit(w: Any, c: Call) -> None:
+        x, weight, bias, stride, pad, dilation, transposed, opad, groups = c.args
+        head = [w.tensor(x), w.tensor(weight), w.optional(bias)]
+        w.call(
+            c,
+            SHIM + "convolution",
+            [
+                *head,
+                *lists(w, stride, pad, dilation),
+                str(int(transposed)),
+                *lists(w, opad),
+                w.text(groups),
+            ],
+        )
+
+    return Claim("convolution: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
+
+
+def conv(node: fx.Node) -> Claim | None:
+    act = argument(node, 8, "act", "none")
+
+    def emit(w: Any, c: Call) -> None:
+        x, weight, bias, other, stride, pad, dilation, groups = c.args[:8]
+        if other is None:
+            w.call(
+                c,
+                SHIM + "mkldnn__convolution_pointwise",
+                [
+                    w.tensor(x),
+                    w.tensor(weight),
+                    w.optional(bias),
+                    *lists(w, pad, stride, dilation),
+                    w.text(groups),
+                    *activation(w, act),
+                ],
+            )
+            return
+        w.lines.append("double alpha = 1.0;")
+        name = "nullptr"
+        if act != "none":
+            w.lines.append(f'const char* act = "{ACTIVATIONS[act][0]}";')
+            name = "&act"
+        w.call(
+            c,
+            SHIM + "mkldnn__convolution_pointwise_binary",
+            [
+                w.tensor(x),
+                w.tensor(other),
+                w.tensor(weight),
+                w.optional(bias),
+                *lists(w, pad, stride, dilation),
+                w.text(groups),
+                '"add"',
+                "&alpha",
+                name,
+                "nullptr",
+                "0",
+                "nullptr",
+            ],
+        )
+
+    def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        wanted = list(dense(2)(lowering, n, args))
+        for k in (0, 3):
+            if wanted[k] is not None:
+                wanted[k] = in_layout(lowering, n, args, k)
+        if wanted[3] is not None and "dicp_layout" in n.meta:
+            wanted[3] = lowering.in_order(wanted[3], n.meta["dicp_layout"])
+        return wanted
+
+    return Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare)
+
+
+def convolution_backward(node: fx.Node) -> Claim | None:
+    if dtype_of(node.args[0]) not in (*FLOATS, torch.float64):
+        return None
+
+    def emit(w: Any, c: Call) -> None:
+        grad, x, weight, bias_sizes, stride, pad, dilation, transposed, opad, groups, mask = c.args
+        handles = [w.tensor(grad), w.tensor(x), w.tensor(weight)]
+        if bias_sizes is None:
+            bias = ["nullptr", "0"]
+        else:
+            name, n = w.ints(bias_sizes)
+            w.lines.append(f"const int64_t* bias_sizes = {name};")
+            bias = ["&bias_sizes", str(n)]
+        w.lines.append(f"const int32_t mask[] = {{{', '.join(str(int(m)) for m in mask)}}};")
+        tail = [
+            *lists(w, stride, pad, dilation),
+            str(int(transposed)),
+            *lists(w, opad),
+            w.text(groups),
+            "mask",
+            "3",
+        ]
+        w.call(c, SHIM + "convolution_backward", [*handles, *bias, *tail])
+
+    return Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
