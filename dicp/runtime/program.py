@@ -22,6 +22,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.runtime.arena import ARENA
+from dicp.runtime.host import host_number, host_size
 from dicp.schedule.defs import Buffer, Call, Host, Lowered, Raw, View, views
 from dicp.schedule.kernels import Item, Launch
 from dicp.schedule.memory import Plan, touched
@@ -331,9 +332,8 @@ class Runner:
                 and var.name not in self.bound
                 and all(str(s) in self.bound for s in expr.free_symbols)
             ):
-                free = sorted(expr.free_symbols, key=str)
-                self.globals[f"size_{var.name}"] = HostFunction(expr, tuple(free))
-                self.lines.append(f"{var.name} = size_{var.name}({', '.join(map(str, free))})")
+                text = host_size(expr, self.globals, f"size_{var.name}")
+                self.lines.append(f"{var.name} = {text}")
                 self.bound.add(var.name)
 
     def _native(self, segment: Segment) -> None:
@@ -392,10 +392,7 @@ class Runner:
         if isinstance(a, Raw):
             return self.names[a.name]
         if isinstance(a, Host):
-            free = sorted(a.expr.free_symbols, key=str)
-            name = f"host_{len(self.globals)}"
-            self.globals[name] = HostFunction(a.expr, tuple(free), _number)
-            return f"{name}({', '.join(map(str, free))})"
+            return host_number(a.expr, self.globals, f"host_{len(self.globals)}")
         if isinstance(a, ix.Poly):
             return self._text(a)
         if isinstance(a, (list, tuple)):
@@ -461,29 +458,6 @@ def _expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
         fresh = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
         return fresh.copy_(t)
     return t
-
-
-@dataclass(frozen=True)
-class HostFunction:
-    """A number that is no polynomial of the sizes, computed from them at each call. Can be pickled."""
-
-    expr: Any  # a sympy expression
-    free: tuple[Any, ...]  # its symbols, in the order of the arguments
-    convert: Callable[[Any], Any] = int
-
-    def __call__(self, *values: int) -> Any:
-        return self.convert(self.expr.xreplace(dict(zip(self.free, map(_integer, values), strict=True))))
-
-
-def _number(value: Any) -> bool | float:
-    """A sympy truth value or number as Python's own."""
-    return bool(value) if value in (True, False) else float(value)
-
-
-def _integer(n: int) -> Any:
-    import sympy
-
-    return sympy.Integer(n)
 
 
 def _returns_alias(target: Any) -> bool:

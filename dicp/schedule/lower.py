@@ -104,11 +104,13 @@ class Lowering:
     def _placeholder(self, node: fx.Node) -> None:
         val = node.meta["val"]
         if isinstance(val, torch.Tensor) and is_strided(val):
+            self.symbols.give(*val.shape, *val.stride())
             buffer = Buffer(node.name, self._sizes(val.shape), val.dtype, self._sizes(val.stride()), "input")
             self.out.buffers[buffer.name] = buffer
             self.out.inputs.append(buffer)
             self.values[node] = buffer.value() if ex.compute_dtype(val.dtype) in ex.COMPUTE_DTYPES else buffer
         elif isinstance(val, torch.SymInt):
+            self.symbols.give(val)
             self.values[node] = self.index(val)
             self.out.inputs.append(self.values[node])
         else:

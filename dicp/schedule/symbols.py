@@ -25,6 +25,7 @@ class Symbols:
         self.backed: dict[sympy.Symbol, Var] = {}
         self.host: dict[sympy.Expr, Var] = {}
         self.expressions: dict[Var, sympy.Expr] = {}
+        self.given: set[sympy.Symbol] = set()  # known when the program starts: its inputs tell them
 
     def index(self, value: Any) -> Index:
         """An int, SymInt or sympy expression as an Index."""
@@ -99,7 +100,13 @@ class Symbols:
     def late(self, i: Index) -> bool:
         """Whether an index names a size that is only known while the program runs (read from data)."""
         found = [self.expressions[a] for a in ix.atoms(i) if isinstance(a, Var) and a in self.expressions]
-        return any(symbol_is_type(s, SymT.UNBACKED_INT) for e in found for s in e.free_symbols)
+        free = {s for e in found for s in e.free_symbols} - self.given
+        return any(symbol_is_type(s, SymT.UNBACKED_INT) for s in free)
+
+    def give(self, *sizes: Any) -> None:
+        """Note sizes of the graph's inputs."""
+        exprs = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
+        self.given.update(e for e in exprs if isinstance(e, sympy.Symbol))
 
     def _symbol(self, s: sympy.Symbol) -> Var:
         if s not in self.backed:
