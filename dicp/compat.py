@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -333,3 +334,15 @@ def storage_users(t: torch.Tensor) -> int:
     """How many tensors (and storage objects) share t's memory."""
     storage = t.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined, no-any-return]
+
+
+def library_error() -> str:
+    """What torch said of the last call through its C interface that failed in this thread; empty on torch
+    2.11 and 2.12, which write it to stderr and keep nothing."""
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        said = library.torch_exception_get_what_without_backtrace
+    except (OSError, AttributeError):
+        return ""
+    said.restype, said.argtypes = ctypes.c_char_p, ()
+    return (said() or b"").decode(errors="replace")

@@ -20,6 +20,7 @@ from dicp.compiler import Compiled
 from dicp.config import Config
 from dicp.errors import CacheError
 from dicp.runtime.artifact import Artifact, sources_digest
+from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
 
 _config: contextvars.ContextVar[Config | None] = contextvars.ContextVar("dicp_config", default=None)
@@ -81,7 +82,9 @@ def load(data: bytes, config: Config) -> Callable[[list[Any]], Any]:
 
     artifact = Artifact.from_bytes(data)
     vendor = vendors.get(artifact.vendor)
-    return vendor.load(artifact, config)  # type: ignore[no-any-return]
+    call = vendor.load(artifact, config)
+    say(f"{artifact.name}: loaded as it was saved, not compiled", config)
+    return call  # type: ignore[no-any-return]
 
 
 def saved(compiled: Compiled, late: bool) -> SavedGraph:

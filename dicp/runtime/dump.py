@@ -67,9 +67,7 @@ class Dump:
             + ", ".join(f"{k} {v:.2f}" for k, v in compiled.seconds.items())
             + ")"
         )
-        log.info(line)
-        if self.config.debug >= 1:
-            print(f"dicp: {line}", file=sys.stderr)
+        say(line, self.config)
 
     def _text(self, stage: str, level: int, text: Callable[[], str]) -> None:
         if self.folder is None and self.config.debug < level:
@@ -80,6 +78,13 @@ class Dump:
             path.write_text(body + "\n")
         if self.config.debug >= level:
             print(f"dicp: {self.name} {stage}\n{body}", file=sys.stderr)
+
+
+def say(line: str, config: Any) -> None:
+    """One line about a graph, to the log and under DICP_DEBUG=1 to stderr."""
+    log.info("%s", line)
+    if config.debug >= 1:
+        print(f"dicp: {line}", file=sys.stderr)
 
 
 def _bytes(n: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dicp.compat import empty_strided_cpu, tensors_from_handles
+from dicp.compat import empty_strided_cpu, library_error, tensors_from_handles
 from dicp.errors import DicpError, check_error
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
@@ -476,7 +476,8 @@ class Failure:
         if code > 0:
             raise check_error(self.messages[code - 1])
         target, where = self.calls[-code - 1]
-        raise DicpError(f"{target}: the library call failed; its message is on stderr", where=where)
+        said = library_error() or "its message is on stderr"
+        raise DicpError(f"{target}: the library call failed: {said}", where=where)
 
 
 def check_failure(messages: Sequence[str], calls: Sequence[Call]) -> Failure:

@@ -25,6 +25,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
+from dicp.ops.misuse import misuse
 from dicp.ops.table import Declined, table
 from dicp.schedule.calls import extern, library
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
@@ -151,6 +152,8 @@ class Lowering:
             return self.values[node.args[1]]  # type: ignore[index]
         if isinstance(val, (torch.SymFloat, torch.SymBool, float, bool)):
             return _host_scalar(node, self)
+        if (fault := misuse(node)) is not None:
+            return extern(self, node, fault)
         claim = self.vendor.claim(node, self.config)
         if claim is not None:
             return library(self, node, claim)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import close
 from torch._dynamo.exc import BackendCompilerFailed
 
 from dicp.errors import BuildError, DicpError, NoCompileError, OptionError, ToolchainError, UnsupportedOp
+from dicp.runtime.program import Failure
 
 
 def r(*shape: int) -> torch.Tensor:
@@ -228,6 +232,43 @@ def test_no_compile_refuses_to_build_but_serves_what_is_cached(empty_cache: Path
     torch.compile(fn, backend="dicp_cpu")(x)
     torch._dynamo.reset()
     close(torch.compile(fn, backend="dicp_cpu", options={"no_compile": True})(x), fn(x))
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {  # by eager; the fake tensors of some torch let them pass
+    "softmax": (lambda x: x.softmax(5), r(3, 4)),
+    "sort": (lambda x: x.sort(5), r(3, 4)),
+    "select_scatter": (lambda x, y: x.select_scatter(y, -3, 0), r(3, 4), r(4)),
+    "mm": (lambda x, y: x @ y, r(3, 4), r(4, 3).bfloat16()),
+    "linear": (F.linear, r(3, 4), r(4, 4), r(4).double()),
+    "bits": (lambda x: x & x, r(3)),
+    "max": (lambda x: x.max(), r(0)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_eager_refuses_raises_as_in_eager(name: str) -> None:
+    fn, *args = REFUSED[name]
+    with pytest.raises(Exception) as eager:
+        fn(*args)
+    with pytest.raises(Exception) as mine:
+        torch.compile(fn, backend="dicp_cpu")(*args)
+    assert isinstance(mine.value, type(eager.value))
+    assert str(eager.value).partition("\n")[0] in str(mine.value)
+
+
+def test_failing_library_call_says_why() -> None:
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    sizes, strides, handle = (ctypes.c_int64 * 1)(-7), (ctypes.c_int64 * 1)(1), ctypes.c_void_p()
+    device = ctypes.c_int32(0)
+    failed = library.aoti_torch_empty_strided(
+        ctypes.c_int64(1), sizes, strides, ctypes.c_int32(6), device, device, ctypes.byref(handle)
+    )
+    assert failed
+    with pytest.raises(DicpError, match="aten.one: the library call failed: ") as error:
+        Failure(("",), (("aten.one", "model.py:1"),))(-1)
+    assert "model.py:1" in str(error.value)
+    if hasattr(library, "torch_exception_get_what_without_backtrace"):
+        assert "-7" in str(error.value)
 
 
 def test_unknown_vendor_names_near_match() -> None:

@@ -4,6 +4,7 @@ file is taken for another's."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pickle
 import subprocess
@@ -164,11 +165,13 @@ def hit(found: Counter[str]) -> bool:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_second_compile_hits(arguments: Any, grad: bool) -> None:
+def test_second_compile_hits(arguments: Any, grad: bool, caplog: pytest.LogCaptureFixture) -> None:
     first = run(arguments, grad=grad)
     assert not hit(first) and first["saved"] == 1
-    second = run(arguments, grad=grad)
+    with caplog.at_level(logging.INFO, logger="dicp"):
+        second = run(arguments, grad=grad)
     assert hit(second) and second["loaded"] == 1 + grad
+    assert ["not compiled" in x.message for x in caplog.records if x.name == "dicp"] == [True] * (1 + grad)
 
 
 def _other(attribute: str) -> Callable[[pytest.MonkeyPatch], dict[str, Any]]:

@@ -56,7 +56,8 @@ static PyObject* call_entry(entry fn, PyObject* const* values, Py_ssize_t count)
   Py_BEGIN_ALLOW_THREADS
   status = fn(args);
   Py_END_ALLOW_THREADS
-  result = PyLong_FromLongLong(status);
+  /* A library may run a kernel that is written in Python: what that raised is what the caller sees. */
+  if (!PyErr_Occurred()) result = PyLong_FromLongLong(status);
 done:
   if (args != stack) PyMem_Free(args);
   return result;
