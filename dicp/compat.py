@@ -300,17 +300,26 @@ def load_backend(name: str) -> None:
         from torch._inductor import compile_fx  # noqa: F401
 
 
-def clear_graph_breaks() -> None:
-    from torch._dynamo.utils import counters as all_counters
+def graph_breaks(since: int = 0) -> list[str]:
+    """Why and at which of the user's lines Dynamo broke graphs in this process, from the `since`-th on: one
+    text per place."""
+    from torch._dynamo.utils import graph_break_reasons
 
-    all_counters["graph_break"].clear()
+    texts = []
+    for found in graph_break_reasons[since:]:
+        text = found.reason.splitlines()[0]
+        if found.user_stack:
+            frame = found.user_stack[-1]
+            text += f"    {os.path.basename(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip()
+        texts.append(text)
+    return list(dict.fromkeys(texts))
 
 
-def graph_breaks() -> list[str]:
-    """Why Dynamo broke graphs since the last clear, with counts."""
-    from torch._dynamo.utils import counters as all_counters
+def graph_break_count() -> int:
+    """How many graph breaks Dynamo has noted in this process."""
+    from torch._dynamo.utils import graph_break_reasons
 
-    return [f"{reason.splitlines()[0]} ({n})" for reason, n in all_counters["graph_break"].items()]
+    return len(graph_break_reasons)
 
 
 def window(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ def explain(
 
     found: list[Compiled] = []
     compat.reset_dynamo()
-    compat.clear_graph_breaks()
+    before = compat.graph_break_count()
     start = time.perf_counter()
     with observe(found.append):
         result = torch.compile(model, backend=backend, options=options)(*args, **kwargs)
@@ -96,7 +96,7 @@ def explain(
         if wanting:
             sum((t.sum() for t in wanting), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
     seconds = time.perf_counter() - start
-    return Explanation([report(c) for c in found], compat.graph_breaks(), seconds)
+    return Explanation([report(c) for c in found], compat.graph_breaks(before), seconds)
 
 
 def report(compiled: Compiled) -> GraphReport:

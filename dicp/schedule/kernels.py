@@ -93,11 +93,16 @@ def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[st
     used = _sizes(body, axes)
     params, buffers = _params(body, lowered)
     name = _name(group)
-    origins = tuple(dict.fromkeys(m.definition.note for m in group.members if m.definition.note))
-    kernel = Kernel(name, tuple(axes), params, used, tuple(body), origins)
+    kernel = Kernel(name, tuple(axes), params, used, tuple(body), _origins(body, group))
     reads = frozenset(e.args[0] for s in body for e in _all_exprs(s) if e.op == "load")
     writes = frozenset(s.buffer for s in body if isinstance(s, Store))
     return Launch(kernel, buffers, first, _overwritable(body), reads, writes)
+
+
+def _origins(body: list[Statement], group: Group) -> tuple[str, ...]:
+    """The op and user's line of everything that the kernel computes, in the order computed."""
+    notes = [note for s in body for note in (*(e.note for e in _all_exprs(s)), s.note)]
+    return tuple(dict.fromkeys(n for n in (*notes, *(m.definition.note for m in group.members)) if n))
 
 
 def _serial(group: Group) -> set[Var]:

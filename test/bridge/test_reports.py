@@ -46,17 +46,24 @@ def test_explain_lists_what_was_made() -> None:
     assert found.to_dict()["graphs"][0]["name"] == graph.name
 
 
+def test_explain_lists_every_fused_op() -> None:
+    found = dicp.explain(lambda x, y: (x.tanh() * y).sum(-1) + 1, r(4, 70), r(4, 70), backend="dicp_cpu")
+    (kernel,) = found.graphs[0].kernels
+    assert [line.split(".")[0].split()[0] for line in kernel["fuses"]] == ["tanh", "mul", "sum", "add"]
+
+
 def test_explain_names_breaks_and_runs_the_backward() -> None:
     layer = torch.nn.Linear(4, 4)
 
     def f(x):
         y = layer(x)
-        if y.sum().item() > 1e9:
+        if y.sum().item() > 1e9:  # the break
             y = y + 1
         return y.relu()
 
     found = dicp.explain(f, r(2, 4), backend="dicp_cpu")
-    assert found.breaks
+    assert len(found.breaks) == 1
+    assert Path(__file__).name in found.breaks[0] and "# the break" in found.breaks[0]
     assert [g.role for g in found.graphs].count("backward") == 2
 
 
