@@ -43,7 +43,7 @@ def compile_joint(
                 compat.report_output_strides(output_strides(compiled))
             if not stored:
                 return compiled.call
-            return saved.saved(compiled, late=not compat.bundling())
+            return saved.saved(compiled, late=not compat.bundling(), effects=effects)
 
         return compile_inner
 

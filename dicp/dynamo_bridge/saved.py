@@ -87,11 +87,14 @@ def load(data: bytes, config: Config) -> Callable[[list[Any]], Any]:
     return call  # type: ignore[no-any-return]
 
 
-def saved(compiled: Compiled, late: bool) -> SavedGraph:
+def saved(compiled: Compiled, late: bool, effects: bool) -> SavedGraph:
     """What the inner compiler returns for a graph; one that cannot be saved says why when torch tries to.
 
-    late: the compile is that of a backward at its first call.
+    late: the compile is that of a backward at its first call. effects: the graph takes effect tokens, which
+    torch does not pass to what it takes from its cache.
     """
+    if effects:
+        return SavedGraph(compiled.call, b"", f"{compiled.name}: it orders effects")
     save = getattr(compiled.program, "save", None)
     if save is None:
         return SavedGraph(compiled.call, b"", f"{compiled.name}: its vendor cannot save programs")

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from dicp.compat import empty_strided_cpu, library_error, tensors_from_handles
-from dicp.errors import DicpError, check_error
+from dicp.compat import empty_strided_cpu, tensors_from_handles
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
@@ -30,12 +29,14 @@ from dicp.schedule.memory import Plan, touched
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive native items. `kept`: library results that later steps or the caller need."""
+    """Consecutive native items. `kept`: library results that later steps or the caller need. `late`: those of
+    them whose sizes are known only from the tensor; the call that makes them is the segment's last item."""
 
     number: int
     items: list[Item] = field(default_factory=list)
     frees: dict[int, list[str]] = field(default_factory=dict)  # position in items -> roots to free after it
     kept: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -63,6 +64,11 @@ class Program:
 
     @property
     def externs(self) -> list[Call]:
+        return [c for c in self.python_calls if not c.host]
+
+    @property
+    def python_calls(self) -> list[Call]:
+        """What the Python function does itself between segments: externs, and reads and checks of numbers."""
         return [i for i in self.items if isinstance(i, Call) and i.claim is None]
 
     def sizes(self) -> list[Var]:
@@ -104,16 +110,21 @@ def make_program(
     program = Program(name, lowered, items, plan, owns_inputs=owns_inputs)
     dying = _dying_inputs(lowered, plan) if owns_inputs else {}
     where: dict[int, int] = {}
+    known = {s for b in lowered.inputs if b is not None for s in _unbacked(lowered, b)}
     dead = 0
     for k, item in enumerate(items):
         last = program.steps[-1] if program.steps else None
         if isinstance(item, Call) and item.claim is None:
             program.steps.append(item)
-        elif isinstance(last, Segment) and dead < RELEASE_BYTES:
+        elif isinstance(last, Segment) and dead < RELEASE_BYTES and not last.late:
             last.items.append(item)
         else:
             program.steps.append(Segment(sum(isinstance(s, Segment) for s in program.steps), [item]))
             dead = 0
+        if isinstance(item, Call):
+            late = _sized_late(lowered, item, known)
+            if item.claim is not None:
+                program.steps[-1].late += late  # type: ignore[union-attr]
         dead += dying.get(k, 0)
         where[k] = len(program.steps) - 1
     program.where = where
@@ -129,12 +140,30 @@ def make_program(
                 if b is None or b.kind != "library":
                     continue
                 final = plan.last_use.get(b.name, position[id(item)])
-                if b.name in returned or where.get(final, -1) != where[position[id(item)]]:
+                outlives = b.name in returned or where.get(final, -1) != where[position[id(item)]]
+                if b.name in step.late or outlives:
                     step.kept.append(b.name)
                 else:
                     spot = at + final - position[id(item)]
                     step.frees.setdefault(spot, []).append(b.name)
     return program
+
+
+def _sized_late(lowered: Lowered, call: Call, known: set[Any]) -> list[str]:
+    """The results of a call whose sizes no earlier step knows; adds those sizes to `known`."""
+    late = []
+    for r in call.results:
+        new = set() if r is None else _unbacked(lowered, r) - known
+        if new and isinstance(r, Buffer):
+            late.append(r.name)
+    known.update(s for r in call.results if r is not None for s in _unbacked(lowered, r))
+    return late
+
+
+def _unbacked(lowered: Lowered, x: Any) -> set[Any]:
+    """The sizes read from data that a buffer's geometry, or a number, is made of."""
+    numbers = [*x.shape, *x.strides] if isinstance(x, Buffer) else [x] if isinstance(x, ix.Poly) else []
+    return {s for n in numbers for s in lowered.symbols.unbacked(n)}
 
 
 def _dying_inputs(lowered: Lowered, plan: Plan) -> dict[int, int]:
@@ -160,15 +189,15 @@ def _indices(x: Any) -> list[Index]:
 @dataclass(eq=False)
 class NativeSegment:
     """What a vendor made of a Segment: `run(*ints)` takes the buffers' addresses in the order of
-    `arguments`, then the
-    arena's (when `arena`), then the address of the slots for kept handles (when there are any), then the
-    sizes."""
+    `arguments`, then the arena's (when `arena`), then that of `slots` words (when there are any), then the
+    sizes. The words are the handles of `kept`, or after a failed call its operands, which `fail` takes."""
 
     run: Callable[..., int]
     arguments: list[str]
     arena: bool
     kept: list[str]
-    fail: Callable[[int], None]
+    slots: int
+    fail: Callable[..., None]
 
 
 class Runner:
@@ -210,6 +239,8 @@ class Runner:
                     for buffer in touched(item)[1]:
                         self._need(buffer)
                 self._native(step)
+            elif step.host:
+                self._host_step(step)
             else:
                 self._extern(step)
             self._release([n for n, last in last_step.items() if last == k])
@@ -286,7 +317,7 @@ class Runner:
         found: dict[str, Var] = {}
         stack: list[Any] = [
             self.lowered.outputs,
-            [(c.args, c.kwargs, views((c.args, c.kwargs))) for c in self.program.externs],
+            [(c.args, c.kwargs, views((c.args, c.kwargs))) for c in self.program.python_calls],
         ]
         while stack:
             x = stack.pop()
@@ -342,19 +373,41 @@ class Runner:
         args = [f"{self._tensor_name(a)}.data_ptr()" for a in native.arguments]
         if native.arena:
             args.append("block.address")
-        if native.kept:
-            self.lines.append(f"kept{n} = slots({len(native.kept)})")
+        if native.slots:
+            self.lines.append(f"kept{n} = slots({native.slots})")
             args.append(f"kept{n}[1]")
         args += [v.name if v.name in self.bound else "0" for v in self.symbols]
         self.globals[f"native{n}"], self.globals[f"fail{n}"] = native.run, native.fail
         self.lines.append(f"code = native{n}({', '.join(args)})")
-        self.lines.append(f"if code: fail{n}(code)")
+        self.lines.append(f"if code: fail{n}(code{f', kept{n}[0]' if native.slots else ''})")
         if native.kept:
             self.names.update({name: name for name in native.kept})
-            self.lines.append(f"{', '.join(native.kept)}, = steal(kept{n}[0])")
+            first = "" if len(native.kept) == native.slots else f"[:{len(native.kept)}]"
+            self.lines.append(f"{', '.join(native.kept)}, = steal(kept{n}[0]{first})")
+        for name in segment.late:
+            self._measure(self.lowered.buffers[name])
+
+    def _measure(self, b: Buffer) -> None:
+        """Bind the sizes that are known from this tensor alone, and have it lie as planned."""
+        for d, n in enumerate(b.shape):
+            if isinstance(n, ix.Poly) and n.is_atom:
+                self._bind(n, f"{b.name}.size({d})", {n.terms[0][0][0].key})
+        self._host_sizes({v.name for v in self.symbols} | {v.name for v in self._python_symbols()})
+        self.lines.append(f"{b.name} = expect({b.name}, {self._tuple(b.shape)}, {self._tuple(b.strides)})")
 
     def _tensor_name(self, name: str) -> str:
         return self.names[self.plan.find(name)] if self.plan.find(name) in self.names else self.names[name]
+
+    def _host_step(self, call: Call) -> None:
+        """A number read from a tensor, or a condition that must hold."""
+        args = [self._argument(a) for a in call.args]
+        where = user_location(call.node)
+        comment = f"    # {where}" if where else ""
+        if call.node.target is torch.ops.aten._assert_scalar.default:
+            self.lines.append(f"if not {args[0]}: raise RuntimeError({args[1]}){comment}")
+            return
+        (number,) = call.results
+        self._bind(number, f"{args[0]}.item()", {number.terms[0][0][0].key})
 
     def _extern(self, call: Call) -> None:
         target = f"op_{len(self.globals)}"
@@ -373,13 +426,7 @@ class Runner:
                 self.names[b.name] = b.name
                 # a view of arena memory would change under the reader's feet
                 self.lines.append(f"{b.name} = {source}.clone()" if copies else f"{b.name} = {source}")
-                for d, n in enumerate(b.shape):
-                    if isinstance(n, ix.Poly) and n.is_atom:
-                        self._bind(n, f"{b.name}.size({d})", {n.terms[0][0][0].key})
-                self._host_sizes({v.name for v in self.symbols})
-                self.lines.append(
-                    f"{b.name} = expect({b.name}, {self._tuple(b.shape)}, {self._tuple(b.strides)})"
-                )
+                self._measure(b)
             elif isinstance(b, Raw):
                 self.names[b.name] = b.name
                 self.lines.append(f"{b.name} = {source}")
@@ -465,26 +512,4 @@ def _returns_alias(target: Any) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Raises what a native segment's return code stands for. Can be pickled."""
-
-    messages: tuple[str, ...]  # of checks
-    calls: tuple[tuple[str, str], ...]  # library calls: (op, the user's line)
-
-    def __call__(self, code: int) -> None:
-        if code > 0:
-            raise check_error(self.messages[code - 1])
-        target, where = self.calls[-code - 1]
-        said = library_error() or "its message is on stderr"
-        raise DicpError(f"{target}: the library call failed: {said}", where=where)
-
-
-def check_failure(messages: Sequence[str], calls: Sequence[Call]) -> Failure:
-    """What to raise for a native segment's return code."""
-    return Failure(
-        tuple(messages), tuple((str(c.node.target), user_location(c.node) or "") for c in calls)
-    )
-
-
-__all__ = ["NativeSegment", "Program", "Runner", "Segment", "check_failure", "make_program", "touched"]
+__all__ = ["NativeSegment", "Program", "Runner", "Segment", "make_program", "touched"]

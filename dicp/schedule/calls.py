@@ -20,12 +20,51 @@ if TYPE_CHECKING:
 
 
 def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
-    args, kwargs = low._arguments(node)
-    if claim.prepare is not None:
-        args = claim.prepare(low, node, args)
-    args, kwargs = low._operands(args), {k: low._operands(v) for k, v in kwargs.items()}
+    if claim.as_traced:
+        args = tuple(_as_traced(low, a) for a in node.args)
+        kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
+    else:
+        args, kwargs = low._arguments(node)
+        if claim.prepare is not None:
+            args = claim.prepare(low, node, args)
+        args, kwargs = low._operands(args), {k: low._operands(v) for k, v in kwargs.items()}
     strides = claim.strides(low, node, args)
     return _add_call(low, node, args, kwargs, claim, strides, "temp" if claim.out else "library")
+
+
+def left_over(low: Lowering, node: fx.Node, why: str) -> Any:
+    """A node that neither a claim nor a rule serves: the vendor's own call of the aten op, else an extern."""
+    aten_call = getattr(low.vendor, "aten_call", None)
+    claim = None if aten_call is None else aten_call(node, low.config)
+    return extern(low, node, why) if claim is None else library(low, node, claim)
+
+
+def host_step(low: Lowering, node: fx.Node) -> Any:
+    """A number read from a tensor, or a condition on sizes: work of the calling Python, and no operator."""
+    args = tuple(_as_traced(low, a) for a in node.args)
+    return _add_call(low, node, args, {}, None, None, "extern", host=True)
+
+
+def effect(low: Lowering, node: fx.Node) -> Any:
+    """`with_effects(token, op, ...)`: calls keep the order of the graph anyhow, so that the op alone is
+    called where the vendor has a call for it; the token passes through."""
+    token, op, *rest = node.args
+    graph = low.gm.graph
+    with graph.inserting_before(node):
+        plain = graph.call_function(op, tuple(rest), dict(node.kwargs))  # type: ignore[arg-type]
+    plain.meta = {**node.meta, "val": None}
+    aten_call = getattr(low.vendor, "aten_call", None)
+    claim = aten_call(plain, low.config) if aten_call is not None and not _returns(op) else None
+    if claim is None:
+        graph.erase_node(plain)
+        return extern(low, node, "an effect")
+    library(low, plain, claim)
+    return (low.values[token], None)  # type: ignore[index]
+
+
+def _returns(op: Any) -> bool:
+    schema = getattr(op, "_schema", None)
+    return schema is None or bool(schema.returns)
 
 
 def extern(low: Lowering, node: fx.Node, why: str) -> Any:
@@ -73,7 +112,14 @@ def _as_traced(low: Lowering, a: Any) -> Any:
 
 
 def _add_call(
-    low: Lowering, node: fx.Node, args: Any, kwargs: Any, claim: Any, strides: Any, kind: str
+    low: Lowering,
+    node: fx.Node,
+    args: Any,
+    kwargs: Any,
+    claim: Any,
+    strides: Any,
+    kind: str,
+    host: bool = False,
 ) -> Any:
     val = node.meta.get("val")
     vals = list(val) if isinstance(val, (tuple, list)) else [val]
@@ -89,7 +135,7 @@ def _add_call(
         layout = _call_strides(low, node, v) if layout is None else layout
         outs.append(low._buffer(low._sizes(v.shape), v.dtype, layout, kind))
     tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
-    low.out.defs.append(Call(tensors, note_of(node), node, args, kwargs, claim, tuple(outs)))
+    low.out.defs.append(Call(tensors, note_of(node), node, args, kwargs, claim, tuple(outs), host))
     results = tuple(
         b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
         for b in outs

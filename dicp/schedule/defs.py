@@ -133,6 +133,7 @@ class Call(Def):
     kwargs: dict[str, Any] = field(default_factory=dict)
     claim: Any = None
     results: tuple[Any, ...] = ()  # what the op returns, in order: Buffer, Raw, Index or None
+    host: bool = False  # a read or a check of numbers by the calling Python
 
 
 def views(x: Any) -> list[View]:
@@ -144,6 +145,15 @@ def views(x: Any) -> list[View]:
     if isinstance(x, dict):
         return [v for item in x.values() for v in views(item)]
     return []
+
+
+def operands(x: Any) -> list[Any]:
+    """Every View and symbolic number inside a nested argument structure, in order."""
+    if isinstance(x, (View, ix.Poly)):
+        return [x]
+    if isinstance(x, dict):
+        x = list(x.values())
+    return [v for item in x for v in operands(item)] if isinstance(x, (list, tuple)) else []
 
 
 class Lowered:

@@ -13,13 +13,27 @@ the group lies between the two.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices
-from dicp.schedule.defs import Call, Def, Lowered, Pointwise, Reduction, Scatter, views
+from dicp.passes.facts import is_pure
+from dicp.schedule.defs import (
+    Buffer,
+    Call,
+    Def,
+    Host,
+    Lowered,
+    Pointwise,
+    Reduction,
+    Scatter,
+    View,
+    operands,
+    views,
+)
 
 Mapping = dict[ix.Atom, Index]
 
@@ -76,6 +90,9 @@ class _Fusion:
         self.readers: dict[str, set[int]] = {}  # memory -> steps that read it since
         self.by_buffer: dict[str, set[int]] = {}  # buffer -> groups that read it
         self.memory = _memory_names(lowered)
+        self.ordered: int | None = None  # the last call that draws random numbers, checks or has an effect
+        self.symbols = lowered.symbols
+        self.binder: dict[Any, int] = {}  # size read from data -> the call that it comes from
         self.fresh = 0
 
     def run(self) -> list[Step]:
@@ -100,7 +117,17 @@ class _Fusion:
             if memory in self.writer:
                 deps.add(self.writer[memory])
             deps |= self.readers.get(memory, set())
+        if self.ordered is not None and _keeps_order(d):
+            deps.add(self.ordered)
+        if self.binder:
+            deps |= {self.binder[s] for s in self._sizes(d) if s in self.binder}
         return deps
+
+    def _sizes(self, d: Def) -> set[Any]:
+        """The sizes read from data that a definition names."""
+        hosts = [a for a in d.args if isinstance(a, Host)] if isinstance(d, Call) else []
+        read = {s for n in _numbers(d) for s in self.symbols.unbacked(n)}
+        return read.union(*(h.expr.free_symbols for h in hosts))
 
     def _written(self, d: Def) -> set[str]:
         return {self.memory[b.name] for b in d.outputs if b is not None}
@@ -121,6 +148,11 @@ class _Fusion:
         for name in {n for n, _ in reads}:
             self.readers.setdefault(self.memory[name], set()).add(step)
             self.by_buffer.setdefault(name, set()).add(step)
+        if _keeps_order(d):
+            self.ordered = step
+        if isinstance(d, Call):
+            for s in {s for n in _results(d) for s in self.symbols.unbacked(n)}:
+                self.binder.setdefault(s, step)
 
     def _new_step(self, d: Def, reads: list[tuple[str, Indices]]) -> int:
         if isinstance(d, Call):
@@ -374,6 +406,35 @@ def _memory_names(lowered: Lowered) -> dict[str, str]:
         if isinstance(d, Scatter):
             names[d.outputs[0].name] = names[d.base.name]
     return names
+
+
+def _keeps_order(d: Def) -> bool:
+    """Whether a definition must come after all earlier ones of its sort."""
+    return isinstance(d, Call) and not is_pure(d.node)
+
+
+def _results(d: Call) -> list[Index]:
+    """The sizes and numbers among a call's results."""
+    found: list[Index] = []
+    for r in d.results:
+        found += [*r.shape, *r.strides] if isinstance(r, Buffer) else [r] if isinstance(r, ix.Poly) else []
+    return found
+
+
+def _numbers(d: Def) -> list[Index]:
+    """Every size and index that a definition names."""
+    found = [n for b in d.outputs if b is not None for n in (*b.shape, *b.strides)]
+    if isinstance(d, Call):
+        for x in operands((d.args, d.kwargs)):
+            found += [*x.shape, *x.strides, x.offset] if isinstance(x, View) else [x]
+        return found
+    found += d.target if isinstance(d, Scatter) else ()
+    own = [*d.vars, *(d.rvars if isinstance(d, Reduction) else ())]  # type: ignore[attr-defined]
+    found += [v.size for v in own if v.size is not None]
+    for e in ex.walk(d.expr):  # type: ignore[attr-defined]
+        for a in e.args:
+            found += [n for n in (a if isinstance(a, tuple) else (a,)) if isinstance(n, ix.Poly)]
+    return found
 
 
 def _reads(d: Def) -> list[tuple[str, Indices]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.compat import higher_order_name
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -27,7 +28,7 @@ from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import misuse
 from dicp.ops.table import Declined, table
-from dicp.schedule.calls import extern, library
+from dicp.schedule.calls import effect, extern, host_step, left_over, library
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.results import finish
 from dicp.schedule.splitting import split_extent
@@ -43,6 +44,7 @@ from dicp.schedule.strides import (
 from dicp.schedule.symbols import Symbols
 from dicp.schedule.traced import (
     is_strided,
+    is_token,
     is_view,
     lowerable,
     no_elements,
@@ -104,7 +106,7 @@ class Lowering:
 
     def _placeholder(self, node: fx.Node) -> None:
         val = node.meta["val"]
-        if isinstance(val, torch.Tensor) and is_strided(val):
+        if isinstance(val, torch.Tensor) and is_strided(val) and not is_token(node):
             self.symbols.give(*val.shape, *val.stride())
             buffer = Buffer(node.name, self._sizes(val.shape), val.dtype, self._sizes(val.stride()), "input")
             self.out.buffers[buffer.name] = buffer
@@ -142,7 +144,10 @@ class Lowering:
         val = node.meta.get("val")
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
             if node.meta.get("unbacked_bindings"):
-                extern(self, node, "a size read from data")
+                if node.target is aten._local_scalar_dense.default:
+                    host_step(self, node)
+                else:
+                    extern(self, node, "a size read from data")
             return self.index(val)
         if node.target is aten._local_scalar_dense.default and isinstance(val, torch.SymFloat):
             source = self.values[node.args[0]]  # type: ignore[index]
@@ -152,6 +157,10 @@ class Lowering:
             return self.values[node.args[1]]  # type: ignore[index]
         if isinstance(val, (torch.SymFloat, torch.SymBool, float, bool)):
             return _host_scalar(node, self)
+        if node.target is aten._assert_scalar.default:
+            return host_step(self, node)
+        if higher_order_name(node.target) == "with_effects":
+            return effect(self, node)
         if (fault := misuse(node)) is not None:
             return extern(self, node, fault)
         claim = self.vendor.claim(node, self.config)
@@ -166,9 +175,9 @@ class Lowering:
             try:
                 result = row.lower(self, node, args, kwargs)
             except Declined as e:
-                return extern(self, node, str(e))
+                return left_over(self, node, str(e))
             return self._settle(node, result)
-        return extern(self, node, "no lowering and no library claim")
+        return left_over(self, node, "no lowering and no library claim")
 
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def get(a: Any) -> Any:

@@ -99,9 +99,13 @@ class Symbols:
 
     def late(self, i: Index) -> bool:
         """Whether an index names a size that is only known while the program runs (read from data)."""
+        return bool(self.unbacked(i))
+
+    def unbacked(self, i: Index) -> set[sympy.Symbol]:
+        """The sizes read from data that an index is made of."""
         found = [self.expressions[a] for a in ix.atoms(i) if isinstance(a, Var) and a in self.expressions]
         free = {s for e in found for s in e.free_symbols} - self.given
-        return any(symbol_is_type(s, SymT.UNBACKED_INT) for s in free)
+        return {s for s in free if symbol_is_type(s, SymT.UNBACKED_INT)}
 
     def give(self, *sizes: Any) -> None:
         """Note sizes of the graph's inputs."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.compat import higher_order_name
 from dicp.ir import expr as ex
 from dicp.ir.printer import user_location
 from dicp.ops.table import table
@@ -53,6 +54,11 @@ def shape_env(gm: fx.GraphModule) -> Any | None:
 
 def is_strided(val: torch.Tensor) -> bool:
     return val.layout == torch.strided and not val.is_quantized
+
+
+def is_token(node: fx.Node) -> bool:
+    """Whether an input orders effects: it stands for no tensor."""
+    return any(higher_order_name(u.target) == "with_effects" and u.args[0] is node for u in node.users)
 
 
 def lowerable(node: fx.Node) -> bool:

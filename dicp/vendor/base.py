@@ -22,6 +22,7 @@ class Claim:
     out: the call writes into memory we plan (else it allocates).
     strides(lowering, node, args) -> strides of each result, None for "as traced".
     prepare(lowering, node, args) -> arguments, when they must be other than the node's own (dense, ...).
+    as_traced: operands lie in memory as they were traced, on which the call's results may depend.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Claim:
     accepts: Callable[[fx.Node], bool] = lambda node: True
     strides: Callable[[Any, fx.Node, Sequence[Any]], Any] = lambda lowering, node, args: None
     prepare: Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]] | None = None
+    as_traced: bool = False
 
 
 @dataclass(frozen=True)

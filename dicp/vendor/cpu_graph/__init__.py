@@ -34,6 +34,12 @@ class CpuGraph:
 
         return claim_for(node, eager=config.numerics == "eager")
 
+    def aten_call(self, node: fx.Node, config: Any) -> Claim | None:
+        """The op's own implementation in ATen's CPU library, called from generated code."""
+        from dicp.vendor.cpu_graph.claims.dispatcher import aten_call
+
+        return aten_call(node)
+
     def machine(self, config: Any) -> Machine:
         import torch
 

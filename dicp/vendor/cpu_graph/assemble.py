@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dicp.runtime.program import NativeSegment, Program, Runner, Segment, check_failure
+from dicp.runtime.failure import check_failure
+from dicp.runtime.program import NativeSegment, Program, Runner, Segment
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
@@ -82,7 +83,7 @@ def _lines(step: Segment) -> tuple[str, ...]:
 
 def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool) -> SegmentWriter:
     writer = SegmentWriter(
-        f"segment{step.number}", program.plan, names, [v.name for v in program.sizes()], timed
+        f"segment{step.number}", program.plan, names, [v.name for v in program.sizes()], timed, step.late
     )
     sequence: list[Any] = []
     for k, item in enumerate(step.items):
@@ -113,6 +114,7 @@ def _native(
         writer.arguments,
         writer.uses_arena,
         writer.kept,
+        writer.slots,
         check_failure(program.lowered.checks, writer.calls),
     )
 

@@ -56,7 +56,9 @@ static PyObject* call_entry(entry fn, PyObject* const* values, Py_ssize_t count)
   Py_BEGIN_ALLOW_THREADS
   status = fn(args);
   Py_END_ALLOW_THREADS
-  /* A library may run a kernel that is written in Python: what that raised is what the caller sees. */
+  /* What torch, or a kernel that is written in Python, raised in a failed call: the caller raises it again from the
+     code. After any other code it is what the caller sees. */
+  if (status < 0) PyErr_Clear();
   if (!PyErr_Occurred()) result = PyLong_FromLongLong(status);
 done:
   if (args != stack) PyMem_Free(args);

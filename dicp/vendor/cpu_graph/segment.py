@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dicp.ir.index import Index
-from dicp.schedule.defs import Buffer, Call, View, views
+from dicp.schedule.defs import Buffer, Call, View, operands, views
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen
 from dicp.vendor.cpu_graph.expression import STORAGE, index_text
@@ -31,10 +31,22 @@ DTYPE_CODES = {
     torch.float16: 5,
     torch.float32: 6,
     torch.float64: 7,
+    torch.complex32: 8,
     torch.complex64: 9,
     torch.complex128: 10,
     torch.bool: 11,
     torch.bfloat16: 15,
+    torch.uint16: 27,
+    torch.uint32: 28,
+    torch.uint64: 29,
+}
+UNCOMPUTED = {  # dtypes that calls take and kernels do not
+    torch.complex32: "complex32",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+    torch.uint16: "uint16_t",
+    torch.uint32: "uint32_t",
+    torch.uint64: "uint64_t",
 }
 
 
@@ -44,7 +56,9 @@ def _moved(buffers: Sequence[Buffer]) -> int:
 
 
 class SegmentWriter:
-    """Writes one segment. Claims call `tensor`, `optional`, `ints`, `results` and `call`."""
+    """Writes one segment. Claims call `tensor`, `optional`, `ints`, `results`, `call` and `dispatch`.
+
+    late: results whose sizes the caller finds out, and lays out then."""
 
     def __init__(
         self,
@@ -53,17 +67,21 @@ class SegmentWriter:
         kernel_names: dict[str, str],
         size_names: Sequence[str],
         timed: bool = False,
+        late: Sequence[str] = (),
     ) -> None:
         self.timed = timed
         self.labels: list[tuple[str, int]] = []  # (what, bytes moved) of each timed step
         self.name, self.plan, self.kernel_names = name, plan, kernel_names
         self.size_names = list(size_names)
         self.lines: list[str] = []
+        self.made: dict[int, str] = {}  # id of a View -> its Tensor, within one call
         self.arguments: list[str] = []  # buffers whose address the caller passes, in order
         self.declared: set[str] = set()
         self.kernels: dict[str, Any] = {}  # kernel function -> Launch, in order of first use
         self.calls: list[Call] = []
         self.kept: list[str] = []  # library results that outlive the segment, in slot order
+        self.slots = 0  # words of the caller's for kept results, or for the operands of a failed call
+        self.late = frozenset(late)
         self.handles: dict[str, str] = {}
         self.hoisted: list[str] = []
         self.steps: list[str] = []
@@ -91,15 +109,19 @@ class SegmentWriter:
 
     def tensor(self, v: View) -> str:
         """A handle for a window on memory."""
+        return f"{self.tensor_object(v)}.h"
+
+    def tensor_object(self, v: View) -> str:
+        """A `dicp::Tensor` for a window on memory."""
         pointer = self.pointer(v.buffer)
         where = pointer if v.offset == 0 else f"{pointer} + {self.text(v.offset)}"
         sizes, n = self.ints(v.shape)
         strides, _ = self.ints(v.strides)
-        name = self.fresh("t")
+        name = self.made[id(v)] = self.fresh("t")
         self.lines.append(
             f"const Tensor {name} = view({where}, {n}, {sizes}, {strides}, {DTYPE_CODES[v.buffer.dtype]});"
         )
-        return f"{name}.h"
+        return name
 
     def optional(self, v: View | None) -> str:
         """A pointer to a handle, or nullptr."""
@@ -130,7 +152,52 @@ class SegmentWriter:
             names.append(f"&{handle}.h")
         self.calls.append(call)
         number = len(self.calls)
-        self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) return {-number};")
+        failed = self._failed(call, number)
+        self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) {failed}")
+        self._require(results, number)
+
+    def dispatch(
+        self, call: Call, op: str, overload: str, words: Sequence[str], copy: bool, lists: bool
+    ) -> None:
+        """A call through torch's dispatcher. words: an expression per argument of the op's schema. copy: the
+        results are views, of which the program keeps copies. lists: the op returns one list of tensors."""
+        outs = []
+        for b in call.outputs:
+            if b is not None:
+                self.handles[b.name] = f"{b.name}_t"
+                self.hoisted.append(f"Tensor {b.name}_t;")
+            outs.append("nullptr" if b is None else f"&{b.name}_t")
+        self.calls.append(call)
+        number = len(self.calls)
+        stack, room = self.fresh("stack"), max(len(words), len(outs), 1)
+        self.lines.append(f"Word {stack}[{room}] = {{{', '.join(words) or '0'}}};")
+        failed = self._failed(call, number)
+        self.lines.append(f'if (torch_call_dispatcher("{op}", "{overload}", {stack}, OLDEST)) {failed}')
+        if lists:
+            into = self.fresh("into")
+            self.lines.append(f"Tensor* const {into}[] = {{{', '.join(outs)}}};")
+            self.lines.append(f"take_list({stack}[0], {into}, {len(outs)}, {str(copy).lower()});")
+        elif call.node.target._schema.returns:
+            self.lines += [f"take({stack}[{k}], {o}, {str(copy).lower()});" for k, o in enumerate(outs)]
+        self._require([b for b in call.outputs if b is not None and b.name not in self.late], number)
+
+    def _failed(self, call: Call, number: int) -> str:
+        """The statement that hands the operands of a call that raised to the caller, who raises it again: 1,
+        then handles and numbers, then what owns memory that this function would free."""
+        given = operands((call.args, call.kwargs))
+        values = [
+            f"word({self.made.get(id(v)) or self.tensor_object(v)})"
+            if isinstance(v, View)
+            else f"word((int64_t)({self.text(v)}))"
+            for v in given
+        ]
+        roots = dict.fromkeys(self.plan.find(v.buffer.name) for v in given if isinstance(v, View))
+        values += [f"word({self.handles[root]})" for root in roots if root in self.handles]
+        self.slots = max(self.slots, 1 + len(values))
+        return f"return failed(results, {-number}, {{{', '.join(['1', *values])}}});"
+
+    def _require(self, results: Sequence[Buffer], number: int) -> None:
+        """Lay results out as they were planned."""
         for b in results:
             sizes, n = self.ints(b.shape)
             strides, _ = self.ints(b.strides)
@@ -141,7 +208,7 @@ class SegmentWriter:
     @property
     def argument_count(self) -> int:
         """Integers that the function takes."""
-        return len(self.arguments) + self.uses_arena + bool(self.kept) + len(self.size_names)
+        return len(self.arguments) + self.uses_arena + bool(self.slots) + len(self.size_names)
 
     # -- pointers ------------------------------------------------------------------------------------------
 
@@ -153,7 +220,7 @@ class SegmentWriter:
         if b.name in self.declared:
             return mine
         self.declared.add(b.name)
-        kind = STORAGE.get(b.dtype, "char")
+        kind = STORAGE.get(b.dtype) or UNCOMPUTED.get(b.dtype, "char")
         root = self.plan.find(b.name)
         if root in self.plan.offset:
             self.uses_arena = True
@@ -194,7 +261,7 @@ class SegmentWriter:
         self._timed(f"{function}", _moved(launch.buffers), [f"{function}({', '.join(args)});{line}"])
 
     def _library(self, call: Call) -> None:
-        self.lines = []
+        self.lines, self.made = [], {}
         call.claim.emit(self, call)
         note = f"  // {call.note}"
         moved = _moved(
@@ -212,6 +279,7 @@ class SegmentWriter:
     def keep(self, names: Sequence[str]) -> None:
         """Hand library results to the caller through the result slots, unless a check failed."""
         self.kept += names
+        self.slots = max(self.slots, len(self.kept))
 
     def check(self, n_checks: int) -> list[str]:
         if not self.uses_checks:
@@ -247,7 +315,7 @@ class SegmentWriter:
         if self.uses_arena:
             body.append(f"char* const arena = (char*)a[{position}];")
             position += 1
-        if self.kept:
+        if self.slots:
             body.append(f"int64_t* const results = (int64_t*)a[{position}];")
             position += 1
         for name in self.size_names:

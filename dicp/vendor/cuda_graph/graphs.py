@@ -117,7 +117,7 @@ def obstacle(program: Program) -> str | None:
     for bound in program.lowered.inputs:
         if isinstance(bound, Raw):
             return f"input {bound.name} is not a plain tensor"
-    for call in program.externs:
+    for call in program.python_calls:
         if any(isinstance(r, ix.Poly) for r in call.results):
             return f"{call.node.target} gives a size that depends on data ({call.note})"
         if any(isinstance(r, Raw) for r in call.results):

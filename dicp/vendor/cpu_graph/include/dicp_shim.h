@@ -2,7 +2,10 @@
 // A call returns 0, or not 0 when it raised (libtorch then has logged what).
 #pragma once
 #include <stdint.h>
+#include <string.h>
 #include <time.h>
+
+#include <new>
 
 extern "C" {
 typedef struct DicpTensor* Handle;
@@ -14,6 +17,15 @@ int32_t aoti_torch_get_stride(Handle t, int64_t d, int64_t* out);
 int32_t aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                  int32_t device, int32_t index, Handle* out);
 int32_t aoti_torch_copy_(Handle self, Handle src, int32_t non_blocking);
+int32_t aoti_torch_clone(Handle self, Handle* out);
+int32_t aoti_torch_new_tensor_handle(Handle t, Handle* out);
+int32_t torch_call_dispatcher(const char* op, const char* overload, uint64_t* stack, uint64_t version);
+int32_t torch_new_list_reserve_size(size_t size, struct DicpList** out);
+int32_t torch_list_push_back(struct DicpList* list, uint64_t item);
+int32_t torch_list_get_item(struct DicpList* list, size_t k, uint64_t* item);
+int32_t torch_delete_list(struct DicpList* list);
+int32_t torch_new_string_handle(const char* data, size_t length, struct DicpString** out);
+int32_t aoti_torch_cpu_histc(Handle x, int64_t bins, double low, double high, Handle* out);
 int32_t aoti_torch_cpu_mm_out(Handle out, Handle a, Handle b);
 int32_t aoti_torch_cpu_addmm_out(Handle out, Handle bias, Handle a, Handle b, double beta, double alpha);
 int32_t aoti_torch_cpu_bmm_out(Handle out, Handle a, Handle b);
@@ -114,6 +126,61 @@ inline Tensor view(const void* data, int64_t ndim, const int64_t* sizes, const i
   Tensor t;
   aoti_torch_create_tensor_from_blob((void*)data, ndim, sizes, strides, 0, dtype, 0, 0, &t.h);
   return t;
+}
+
+// -- Calls through the dispatcher: arguments and results are 64-bit words on a stack. The call takes over what the
+// words of its arguments own.
+
+typedef uint64_t Word;
+const uint64_t OLDEST = (uint64_t)2 << 56 | (uint64_t)11 << 48;  // the torch whose conventions the words follow
+
+inline Word word(int64_t n) { return (Word)n; }
+inline Word word(double x) {
+  Word w;
+  memcpy(&w, &x, sizeof w);
+  return w;
+}
+inline Word word(const Tensor& t) {
+  Handle own = nullptr;
+  aoti_torch_new_tensor_handle(t.h, &own);
+  return (Word)own;
+}
+inline Word word(const char* text) {
+  DicpString* own = nullptr;
+  torch_new_string_handle(text, strlen(text), &own);
+  return (Word)own;
+}
+inline Word list(const Word* items, size_t n) {
+  DicpList* own = nullptr;
+  torch_new_list_reserve_size(n, &own);
+  for (size_t k = 0; k < n; ++k) torch_list_push_back(own, items[k]);
+  return (Word)own;
+}
+// An optional that has a value; one without is 0.
+inline Word some(Word w) { return (Word) new Word(w); }
+
+// Leaves what a failed call was given in the caller's words, and gives the code back.
+template <size_t n> inline int64_t failed(int64_t* words, int64_t code, const Word (&given)[n]) {
+  memcpy(words, given, sizeof given);
+  return code;
+}
+
+// Results into tensors; `copy` where the op returns views, which would change with the memory of the program.
+inline void take(Word w, Tensor* into, bool copy) {
+  Tensor found;
+  found.h = (Handle)w;
+  if (!into) return;
+  into->reset();
+  if (copy && found.h) aoti_torch_clone(found.h, &into->h);
+  else into->h = found.release();
+}
+inline void take_list(Word w, Tensor* const* into, size_t n, bool copy) {
+  for (size_t k = 0; k < n; ++k) {
+    Word item = 0;
+    torch_list_get_item((DicpList*)w, k, &item);
+    take(item, into[k], copy);
+  }
+  torch_delete_list((DicpList*)w);
 }
 
 }  // namespace dicp

@@ -5,6 +5,9 @@
 namespace dicp {
 struct bf16 { uint16_t bits; };
 struct half { uint16_t bits; };
+struct complex32 { half re, im; };
+struct complex64 { float re, im; };
+struct complex128 { double re, im; };
 template <class T> inline T div_floor(T a, T b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 template <class T> inline T remainder(T a, T b) { return a - div_floor<T>(a, b) * b; }
 }  // namespace dicp
