@@ -152,8 +152,7 @@ class SegmentWriter:
             names.append(f"&{handle}.h")
         self.calls.append(call)
         number = len(self.calls)
-        failed = self._failed(call, number)
-        self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) {failed}")
+        self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) return {-number};")
         self._require(results, number)
 
     def dispatch(
