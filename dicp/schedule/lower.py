@@ -47,8 +47,10 @@ from dicp.schedule.traced import (
     is_token,
     is_view,
     lowerable,
+    memory_counts,
     no_elements,
     note_of,
+    piece,
     reduces,
     returned_together,
     shape_env,
@@ -86,7 +88,13 @@ class Lowering:
             str, fx.Node
         ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
         self.dense: dict[fx.Node, Shape] = {}  # calls whose results do not lie as they were traced
+        self.claims = {
+            n: claim
+            for n in gm.graph.nodes
+            if n.op == "call_function" and (claim := vendor.claim(n, config)) is not None
+        }
         self.uses = use_counts(gm)
+        self.in_memory = memory_counts(gm, self.claims)
         self.shared = returned_together(gm)
 
     # -- the walk ------------------------------------------------------------------------------------------
@@ -163,9 +171,8 @@ class Lowering:
             return effect(self, node)
         if (fault := misuse(node)) is not None:
             return extern(self, node, fault)
-        claim = self.vendor.claim(node, self.config)
-        if claim is not None:
-            return library(self, node, claim)
+        if node in self.claims:
+            return library(self, node, self.claims[node])
         row = table().get(node.target)
         if row is not None and lowerable(node):
             if no_elements(val):
@@ -196,13 +203,16 @@ class Lowering:
     def _settle(self, node: fx.Node, result: Any) -> Any:
         """Note, memoise and (where it pays) materialise what a rule returned."""
         if isinstance(result, (tuple, list)):
-            return tuple(self._settle_one(node, r, self._output_uses(node, k)) for k, r in enumerate(result))
-        return self._settle_one(node, result, self.uses[node])
+            return tuple(
+                self._settle_one(node, piece(node, k), r, self._output_uses(node, k))
+                for k, r in enumerate(result)
+            )
+        return self._settle_one(node, node, result, self.uses[node])
 
     def _output_uses(self, node: fx.Node, k: int) -> int:
         return sum(self.uses[u] for u in node.users if u.target is operator.getitem and u.args[1] == k)
 
-    def _settle_one(self, node: fx.Node, value: Value | None, uses: int) -> Value | None:
+    def _settle_one(self, node: fx.Node, result: fx.Node, value: Value | None, uses: int) -> Value | None:
         if value is None or uses == 0:
             return value
         value = self._memo(value, note_of(node))
@@ -215,7 +225,9 @@ class Lowering:
         if self.config.numerics == "eager":
             value = self._rounded(value)
             expr = value(idx)
-        return self._named(value, node) if self._dear(node, expr, value.shape, uses) else value
+        if self.in_memory[result] > 1 or self._dear(result, expr, value.shape, uses):
+            return self._named(value, result)
+        return value
 
     def _rounded(self, value: Value) -> Value:
         return Value(value.shape, value.dtype, lambda idx: ex.round_to(value(idx), value.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -94,9 +95,31 @@ def use_counts(gm: fx.GraphModule) -> dict[fx.Node, int]:
     return counts
 
 
+def memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Node, int]:
+    """How many readers want each node's value in memory, looking through views and tuple elements: library
+    calls, externs, and the caller."""
+    counts: dict[fx.Node, int] = {}
+    for node in reversed(gm.graph.nodes):
+        total = 0
+        for user in node.users:
+            if user.op == "call_function" and (user.target is operator.getitem or is_view(user)):
+                total += counts[user]
+            elif user.op == "output" or user in calls or user.target not in table():
+                total += 1
+        counts[node] = total
+    return counts
+
+
+def piece(node: fx.Node, k: int) -> fx.Node:
+    """The node that takes result k of a call with several; the call itself where none does."""
+    return next((u for u in node.users if u.target is operator.getitem and u.args[1] == k), node)
+
+
 def note_of(node: fx.Node | None) -> str:
     if node is None:
         return ""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     name = node.target.__name__ if callable(node.target) else str(node.target)
     where = user_location(node)
     return f"{name.removesuffix('.default')}    {where}" if where else name.removesuffix(".default")

@@ -308,6 +308,24 @@ def test_the_vendor_says_what_there_is_to_occupy(monkeypatch: pytest.MonkeyPatch
     assert len(compiled(lambda x: x - x.sum(1, keepdim=True), (64, 1025)).launches) == 2
 
 
+def test_what_two_readers_want_in_memory_is_written_once() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.relu()
+        return y, y @ w
+
+    assert text(compiled(fn, (4, 8), (8, 4), vendor=LIBRARY)).count("] = v") == 1
+
+
+def test_a_result_among_several_keeps_its_own_order_in_memory() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = F.batch_norm(x.permute(0, 3, 1, 2), None, None, training=True)
+        return y, y.permute(0, 2, 3, 1).reshape(-1, 8) @ w  # rows of channels: a view of y, in y's order
+
+    p = compiled(fn, (2, 4, 4, 8), (8, 4), vendor=LIBRARY)
+    assert text(p).count("] = v") == 1
+
+
+
 def test_kernels_are_named_after_what_they_compute() -> None:
     p = compiled(lambda x, w: (x.exp() @ w).sin(), (4, 8), (8, 4), vendor=LIBRARY)
     assert [x.kernel.name for x in p.launches] == ["exp", "sin"]
