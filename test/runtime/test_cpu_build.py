@@ -366,6 +366,13 @@ def test_compiler_killed_by_a_signal(tmp_path: Path) -> None:
         build([unit("a", 1)], settings)
 
 
+@pytest.mark.parametrize("words", ["/usr/bin/ld: cannot find -lomp:", "ld.lld: error: unable to find library -lomp"])
+def test_clang_without_openmp_says_what_to_install(words: str, tmp_path: Path) -> None:
+    cxx = compiler_script(tmp_path / "clang++", f"echo {words!r}; exit 1")
+    with pytest.raises(ToolchainError, match="no OpenMP runtime.*\n.*libomp-dev"):
+        build([unit("a", 1)], Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx}))
+
+
 def test_compiler_that_claims_success_without_a_result(tmp_path: Path) -> None:
     cxx = compiler_script(tmp_path / "liar", "exit 0")
     with pytest.raises(BuildError, match="failed on a"):

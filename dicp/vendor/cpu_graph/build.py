@@ -223,6 +223,8 @@ def _run(
     # with no room left, ld dies of SIGBUS or says so, each in its own words
     if status is not None and (_says_full(output) or shutil.disk_usage(folder).free < _ROOM):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    if toolchain.lacks_openmp(output):
+        raise toolchain.missing_openmp(tools.command[0])
     kept = store.keep_failed(f"{content_hash(unit.source)}{Path(SOURCE).suffix}", unit.source)
     if status is None:
         what = f"the compiler did not finish {unit.name} within {config.compile_timeout_s} s"

@@ -97,6 +97,19 @@ def missing(reason: str) -> ToolchainError:
     return ToolchainError(reason, todo=INSTALL)
 
 
+def lacks_openmp(output: str) -> bool:
+    """Whether a linker says, in GNU's words or LLVM's, that clang's OpenMP runtime is not installed."""
+    return any(words in output for words in ("cannot find -lomp", "unable to find library -lomp"))
+
+
+def missing_openmp(compiler: str) -> ToolchainError:
+    """The error for a clang++ that is installed without its OpenMP runtime."""
+    return ToolchainError(
+        f"{compiler} has no OpenMP runtime (libomp)",
+        todo="install it (apt-get install libomp-dev | dnf install libomp-devel), or set DICP_CXX to g++",
+    )
+
+
 def _ask(path: str, extra: list[str]) -> str:
     def run(flag: str) -> str:
         done = subprocess.run(
