@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -95,6 +97,7 @@ class Config:
     @staticmethod
     def make(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Config:
         """Config from what `torch.compile(mode=, options=)` was given; OptionError names near matches."""
+        _warn_of_misspelled_variables()
         values = {name: value for name in FIELDS if (value := _from_env(name)) is not None}
         if mode is not None:
             if mode not in MODES:
@@ -136,6 +139,17 @@ def _from_env(name: str) -> Any:
             continue
         return _checked(name, _parse(name, text, var), f"environment variable {var}")
     return None
+
+
+@functools.cache
+def _warn_of_misspelled_variables() -> None:
+    """Once a process: a variable that is none of dicp's, but nearly, would do nothing and say nothing."""
+    known = [var for name in FIELDS for var in env_names(name)]
+    for var in os.environ:
+        if var.startswith("DICP_") and var not in known:
+            near = difflib.get_close_matches(var, known, n=1, cutoff=0.85)
+            if near:
+                warnings.warn(f"environment variable {var}: did you mean {near[0]}?", stacklevel=3)
 
 
 def _parse(name: str, text: str, var: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dicp import config
 from dicp.config import FIELDS, MODES, Config, env_names
 from dicp.errors import DicpError, OptionError
 
@@ -137,3 +138,13 @@ def test_listing() -> None:
         [sys.executable, "-m", "dicp.config"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "DICP_ISA" in plain.stdout and "mode 'max-autotune'" in plain.stdout
+
+
+def test_misspelled_variable_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DICP_STRIC", "1")
+    monkeypatch.setenv("DICP_MY_CHIPS_CLOCK", "7")  # a vendor's own
+    config._warn_of_misspelled_variables.cache_clear()
+    with pytest.warns(UserWarning) as told:
+        Config.make()
+        Config.make()
+    assert [str(w.message) for w in told] == ["environment variable DICP_STRIC: did you mean DICP_STRICT?"]
