@@ -15,35 +15,32 @@ aten = torch.ops.aten
 DIMS = ("dim", "dim1", "dim2")
 
 
-def misuse(node: fx.Node) -> str | None:
-    """Why eager refuses this call; None where nothing is known against it."""
-    check = _checks().get(node.target)  # type: ignore[arg-type]
-    return None if check is None else check(node)
+def is_misuse(node: fx.Node) -> bool:
+    """Whether eager is known to refuse this call."""
+    refuses = _refusals().get(node.target)  # type: ignore[arg-type]
+    return refuses is not None and refuses(node)
 
 
-def _one_dtype(node: fx.Node) -> str | None:
-    dtypes = {v.dtype for v in _tensors(node)}
-    return f"operands of {' and '.join(sorted(map(str, dtypes)))}" if len(dtypes) > 1 else None
+def _mixed_dtypes(node: fx.Node) -> bool:
+    return len({v.dtype for v in _tensors(node)}) > 1
 
 
-def _no_floats(node: fx.Node) -> str | None:
-    dtype = next((v.dtype for v in _tensors(node) if v.is_floating_point()), None)
-    return None if dtype is None else f"no bits of {dtype}"
+def _floats(node: fx.Node) -> bool:
+    return any(v.is_floating_point() for v in _tensors(node))
 
 
-def _some_elements(node: fx.Node) -> str | None:
-    empty = any(isinstance(n, int) and n == 0 for v in _tensors(node) for n in v.shape)
-    return "the extreme of no elements" if empty else None
+def _no_elements(node: fx.Node) -> bool:
+    return any(isinstance(n, int) and n == 0 for v in _tensors(node) for n in v.shape)
 
 
-def _dims_in_range(node: fx.Node) -> str | None:
+def _dim_out_of_range(node: fx.Node) -> bool:
     rank = max(1, next(_tensors(node)).dim())
     for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name in DIMS:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             if isinstance(given, int) and not -rank <= given < rank:
-                return f"dim {given} of {rank}"
-    return None
+                return True
+    return False
 
 
 def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
@@ -54,7 +51,7 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 @functools.cache
-def _checks() -> dict[OpOverload, Callable[[fx.Node], str | None]]:
+def _refusals() -> dict[OpOverload, Callable[[fx.Node], bool]]:
     from dicp.ops.library import register
 
     register()
@@ -63,11 +60,11 @@ def _checks() -> dict[OpOverload, Callable[[fx.Node], str | None]]:
     bits = (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not)
     one_dtype = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, dicp.linear, dicp.conv)
     return {
-        **{op: _dims_in_range for packet in dims for op in _overloads(packet)},
-        **{op: _no_floats for packet in bits for op in _overloads(packet)},
-        **{op: _one_dtype for packet in one_dtype for op in _overloads(packet)},
-        aten.max.default: _some_elements,
-        aten.min.default: _some_elements,
+        **{op: _dim_out_of_range for packet in dims for op in _overloads(packet)},
+        **{op: _floats for packet in bits for op in _overloads(packet)},
+        **{op: _mixed_dtypes for packet in one_dtype for op in _overloads(packet)},
+        aten.max.default: _no_elements,
+        aten.min.default: _no_elements,
     }
 
 

@@ -67,8 +67,17 @@ def _returns(op: Any) -> bool:
     return schema is None or bool(schema.returns)
 
 
+def misused(low: Lowering, node: fx.Node) -> Any:
+    """A call that eager refuses: extern, under strict too, since all that it does is raise eager's error."""
+    return _extern(low, node)
+
+
 def extern(low: Lowering, node: fx.Node, why: str) -> Any:
     _refuse_if_strict(low, node, why)
+    return _extern(low, node)
+
+
+def _extern(low: Lowering, node: fx.Node) -> Any:
     args = tuple(_as_traced(low, a) for a in node.args)
     kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
     return _add_call(low, node, args, kwargs, None, None, "extern")

@@ -26,9 +26,9 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
-from dicp.ops.misuse import misuse
+from dicp.ops.misuse import is_misuse
 from dicp.ops.table import Declined, table
-from dicp.schedule.calls import effect, extern, host_step, left_over, library
+from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.results import finish
 from dicp.schedule.splitting import split_extent
@@ -169,8 +169,8 @@ class Lowering:
             return host_step(self, node)
         if higher_order_name(node.target) == "with_effects":
             return effect(self, node)
-        if (fault := misuse(node)) is not None:
-            return extern(self, node, fault)
+        if is_misuse(node):
+            return misused(self, node)
         if node in self.claims:
             return library(self, node, self.claims[node])
         row = table().get(node.target)

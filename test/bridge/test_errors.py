@@ -245,13 +245,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # by eager; the fake tensors of some to
 }
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_eager_refuses_raises_as_in_eager(name: str) -> None:
+def test_what_eager_refuses_raises_as_in_eager(name: str, strict: bool) -> None:
     fn, *args = REFUSED[name]
     with pytest.raises(Exception) as eager:
         fn(*args)
     with pytest.raises(Exception) as mine:
-        torch.compile(fn, backend="dicp_cpu")(*args)
+        torch.compile(fn, backend="dicp_cpu", options={"strict": strict})(*args)
     assert isinstance(mine.value, type(eager.value))
     assert str(eager.value).partition("\n")[0] in str(mine.value)
 
