@@ -27,6 +27,12 @@ def compile_joint(
     has of an earlier compile."""
     stored = compat.must_save() or (not watched() and saved.can_save(gm, vendor, config))
     note_recompile(config)
+    tag = saved.cache_tag(vendor, config) if stored else None
+    with saved.loading_under(vendor, config):
+        shortcut = None if tag is None else compat.Shortcut(gm, example_inputs, tag)
+        found = None if shortcut is None else shortcut.load()
+    if found is not None:
+        return found  # type: ignore[no-any-return]
 
     def inner(role: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -43,20 +49,23 @@ def compile_joint(
                 compat.report_output_strides(output_strides(compiled))
             if not stored:
                 return compiled.call
-            return saved.saved(compiled, late=not compat.bundling(), effects=effects)
+            return saved.saved(compiled, shortcut, late=not compat.bundling(), effects=effects)
 
         return compile_inner
 
-    with saved.loading_under(config):
-        return compat.aot_compile(
+    with saved.loading_under(vendor, config):
+        joint = compat.aot_compile(
             gm,
             example_inputs,
             forward=inner("forward"),
             backward=inner("backward"),
             inference=inner("inference"),
             decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
-            tag=saved.cache_tag(vendor, config) if stored else None,
+            tag=tag,
         )
+    if shortcut is not None:
+        shortcut.note()
+    return joint  # type: ignore[no-any-return]
 
 
 def _has_effects(graph: fx.GraphModule) -> bool:

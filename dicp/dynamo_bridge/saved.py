@@ -23,15 +23,22 @@ from dicp.runtime.artifact import Artifact, sources_digest
 from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
 
-_config: contextvars.ContextVar[Config | None] = contextvars.ContextVar("dicp_config", default=None)
+# the vendor and the config of the compile that torch loads something for
+_Compile = tuple[Any, Config] | None
+_compile: contextvars.ContextVar[_Compile] = contextvars.ContextVar("dicp_compile", default=None)
 
 
 class SavedGraph(compat.output_code()):  # type: ignore[misc]
-    """A compiled graph that torch can store: called with a (boxed) list of inputs, pickled as an Artifact."""
+    """A compiled graph that torch can store: called with a (boxed) list of inputs, pickled as an Artifact.
 
-    def __init__(self, call: Callable[[list[Any]], Any] | None, artifact: bytes, problem: str = "") -> None:
+    key: the one under which `compat.Shortcut` finds it, "" for none. problem: why it cannot be stored.
+    """
+
+    def __init__(
+        self, call: Callable[[list[Any]], Any] | None, artifact: bytes, key: str = "", problem: str = ""
+    ) -> None:
         super().__init__()
-        self.call, self.artifact, self.problem = call, artifact, problem
+        self.call, self.artifact, self.key, self.problem = call, artifact, key, problem
         self._boxed_call = True
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -40,7 +47,7 @@ class SavedGraph(compat.output_code()):  # type: ignore[misc]
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         """Called by torch on what it has unpickled."""
         if self.call is None:
-            self.call = load(self.artifact, _config.get() or Config.make())
+            self.call = load(self.artifact, *(_compile.get() or (None, Config.make())))
             compat.counters()["graphs_loaded"] += 1
 
     def prepare_for_serialization(self) -> None:
@@ -52,7 +59,7 @@ class SavedGraph(compat.output_code()):  # type: ignore[misc]
         """Triton's kernels travel in the artifact."""
 
     def __reduce__(self) -> Any:
-        return _unpickled, (self.artifact,)
+        return _unpickled, (self.artifact, self.key)
 
     def __copy__(self) -> SavedGraph:
         return self
@@ -65,50 +72,62 @@ class LateGraph(SavedGraph):
     """A backward compiled at its first call: torch saves it between that compile and the call, when the
     settings that the forward was compiled under no longer hold; the compile sets them and this ends them."""
 
+    shortcut: Any = None
+
     def __call__(self, inputs: list[Any]) -> Any:
         compat.end_bundling()
+        if self.shortcut is not None:
+            self.shortcut.note()
+            self.shortcut = None
         self.__class__ = SavedGraph
         return self.call(inputs)  # type: ignore[misc]
 
 
-def _unpickled(artifact: bytes) -> SavedGraph:
+def _unpickled(artifact: bytes, key: str = "") -> SavedGraph:
     Artifact.check(artifact)  # here, not at the load: an error now is a miss for torch
-    return SavedGraph(None, artifact)
+    return SavedGraph(None, artifact, key)
 
 
-def load(data: bytes, config: Config) -> Callable[[list[Any]], Any]:
-    """The function of a saved program. Raises CacheError."""
+def load(data: bytes, vendor: Any, config: Config) -> Callable[[list[Any]], Any]:
+    """The function of a saved program. Raises CacheError.
+
+    vendor: taken where it is the program's; else the installed one of that name is.
+    """
     from dicp import vendor as vendors
 
     artifact = Artifact.from_bytes(data)
-    vendor = vendors.get(artifact.vendor)
+    if vendor is None or vendor.name != artifact.vendor:
+        vendor = vendors.get(artifact.vendor)
     call = vendor.load(artifact, config)
     say(f"{artifact.name}: loaded as it was saved, not compiled", config)
     return call  # type: ignore[no-any-return]
 
 
-def saved(compiled: Compiled, late: bool, effects: bool) -> SavedGraph:
+def saved(compiled: Compiled, shortcut: compat.Shortcut | None, late: bool, effects: bool) -> SavedGraph:
     """What the inner compiler returns for a graph; one that cannot be saved says why when torch tries to.
 
     late: the compile is that of a backward at its first call. effects: the graph takes effect tokens, which
     torch does not pass to what it takes from its cache.
     """
     if effects:
-        return SavedGraph(compiled.call, b"", f"{compiled.name}: it orders effects")
+        return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: it orders effects")
     save = getattr(compiled.program, "save", None)
     if save is None:
-        return SavedGraph(compiled.call, b"", f"{compiled.name}: its vendor cannot save programs")
+        return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: its vendor cannot save programs")
     try:
         program: Artifact = save()
         artifact = program.to_bytes()
     except CacheError as e:
-        return SavedGraph(compiled.call, b"", f"{compiled.name}: {e}")
+        return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: {e}")
     for unit in program.units:
         compat.record_artifact(unit.key.digest, unit.to_bytes())
+    key = "" if shortcut is None else shortcut.key
     if not late:
-        return SavedGraph(compiled.call, artifact)
+        return SavedGraph(compiled.call, artifact, key)
     compat.begin_bundling()
-    return LateGraph(compiled.call, artifact)
+    graph = LateGraph(compiled.call, artifact, key)
+    graph.shortcut = shortcut
+    return graph
 
 
 def can_save(gm: fx.GraphModule, vendor: Any, config: Config) -> bool:
@@ -147,10 +166,10 @@ def cache_tag(vendor: Any, config: Config) -> str:
 
 
 @contextlib.contextmanager
-def loading_under(config: Config) -> Iterator[None]:
-    """What torch unpickles inside is loaded under this config."""
-    token = _config.set(config)
+def loading_under(vendor: Any, config: Config) -> Iterator[None]:
+    """What torch unpickles inside is loaded for this vendor under this config."""
+    token = _compile.set((vendor, config))
     try:
         yield
     finally:
-        _config.reset(token)
+        _compile.reset(token)

@@ -33,7 +33,7 @@ from dicp.ops.library import register
 from dicp.runtime.arena import ARENA
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import Key, content_hash, read_meta
-from dicp.runtime.program import Runner, make_function
+from dicp.runtime.program import make_function
 
 SINGLETONS: dict[str, Any] = {"ARENA": ARENA}  # one per process: named in a pickle, not copied
 
@@ -96,23 +96,26 @@ class Artifact:
 
     @staticmethod
     def of(
-        runner: Runner,
+        name: str,
+        source: str,
+        values: Mapping[str, Any],
         vendor: str,
-        natives: Mapping[str, Any],
+        natives: Mapping[str, Any] = types.MappingProxyType({}),
         units: tuple[SavedUnit, ...] = (),
         requires: Mapping[str, str] | None = None,
     ) -> Artifact:
-        """From a runner that has written its function. natives: by global name, any picklable record.
+        """source, values: of the Python function, with its globals. natives: by global name, any picklable
+        record.
 
         Raises NotSaveable, which says what cannot be pickled.
         """
         left_out = {*natives, "call", "__builtins__"}
-        values = {name: value for name, value in runner.globals.items() if name not in left_out}
+        kept = {name: value for name, value in values.items() if name not in left_out}
         return Artifact(
-            runner.program.name,
+            name,
             vendor,
-            runner.source,
-            _dump(values),
+            source,
+            _dump(kept),
             dict(natives),
             units,
             surroundings() | dict(requires or {}),

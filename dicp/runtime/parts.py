@@ -21,6 +21,7 @@ import torch.fx as fx
 from dicp.errors import UnsupportedOp
 from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of
+from dicp.runtime.artifact import Artifact
 from dicp.runtime.program import Program, _expect
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
@@ -53,6 +54,7 @@ def assemble_parts(
             program.items.append(Call((), f"{op_name(step.target)}    {user_location(step) or ''}", step))
     call = writer.function(name)
     program.sources["call.py"] = writer.source
+    program.save = lambda: Artifact.of(name, writer.source, writer.globals, vendor.name)
     return program, call
 
 

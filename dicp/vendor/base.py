@@ -83,7 +83,19 @@ class Vendor(Protocol):
         choices."""
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
-        """Emit, build and load a Program; returns the function that runs it on a (boxed) list of inputs."""
+        """Emit, build and load a Program; returns the function that runs it on a (boxed) list of inputs.
+
+        Where the vendor has a `load`, it also sets `program.save`, a function without arguments that gives
+        the Artifact (runtime/artifact.py): the Python function, a record of each native one, and the units
+        they are in. It is called at most once, after the compile, and raises NotSaveable, saying why.
+        """
+
+    # Optional. A vendor without it has nothing kept in torch's caches and in files of `aot_compile`.
+    #
+    # def load(self, artifact: Artifact, config: Any) -> Callable[[list[Any]], Any]:
+    #     """The function of a saved program, in a process that may have no toolchain. The artifact's checksum
+    #     and what it requires of torch, dicp and machine have been checked; raises CacheError where this
+    #     device cannot run it, which counts as a miss."""
 
 
 class GraphVendor(Protocol):
@@ -108,7 +120,12 @@ class GraphVendor(Protocol):
 
     def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., Sequence[Any]]:
         """Compile a graph of supported calls: the function that takes the graph's inputs as arguments and
-        gives its results, in memory that is neither an input's nor another result's."""
+        gives its results, in memory that is neither an input's nor another result's.
+
+        Where the vendor has a `load`, what this returns is pickled to be kept, so it holds what its toolchain
+        made (bytes, not handles) and unpickles to something that runs."""
+
+    # Optional, as for a kernel vendor: `load(artifact, config)`, mostly `return artifact.function({})`.
 
 
 def takes_graphs(vendor: Any) -> bool:

@@ -82,6 +82,8 @@ if task == "fill":
 else:
     wanted = torch.load(at("results of the function" if task == "open" else "results"))
     assert len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted)), "not bitwise equal"
+if task == "use" and torch.__version__ >= "2.13":
+    assert "torch._inductor.lowering" not in sys.modules  # a second of imports that a warm start does without
 from torch._dynamo.utils import counters
 print(counters["dicp"]["graphs"], counters["dicp"]["graphs_loaded"], counters["stats"]["unique_graphs"])
 """
@@ -172,6 +174,36 @@ def test_second_compile_hits(arguments: Any, grad: bool, caplog: pytest.LogCaptu
         second = run(arguments, grad=grad)
     assert hit(second) and second["loaded"] == 1 + grad
     assert ["not compiled" in x.message for x in caplog.records if x.name == "dicp"] == [True] * (1 + grad)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_second_compile_needs_no_key_of_torch(
+    grad: bool, arguments: Any, own_torch_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._functorch._aot_autograd import autograd_cache
+
+    if not hasattr(autograd_cache.AOTAutogradCacheDetails, "_init_fx_graph_hash_details"):
+        pytest.skip("torch 2.13 and later")
+    run(arguments, grad=grad)
+    monkeypatch.setattr(autograd_cache, "autograd_cache_key", None)
+    found = run(arguments, grad=grad)
+    assert hit(found) and found["loaded"] == 1 + grad
+    assert not hit(run(arguments, lambda x, w: x @ w + 1))
+
+
+def test_shortcut_that_leads_elsewhere_is_not_taken(arguments: Any, own_torch_caches: Path) -> None:
+    other = lambda x, w: (x @ w).sigmoid()  # noqa: E731
+    run(arguments)
+    run(arguments, other)
+    shortcuts = sorted((own_torch_caches / "dicp").glob("*"))
+    texts = [path.read_text() for path in shortcuts]
+    for path, text in zip(shortcuts, reversed(texts)):
+        path.write_text(text)
+    assert hit(run(arguments)) and hit(run(arguments, other))  # by torch's key, and results are compared
+    assert [path.read_text() for path in shortcuts] == texts
+    for path in shortcuts:
+        path.write_bytes(b"\xff rubbish")
+    assert hit(run(arguments)) and hit(run(arguments, other))
 
 
 def _other(attribute: str) -> Callable[[pytest.MonkeyPatch], dict[str, Any]]:
@@ -286,7 +318,7 @@ def _artifact() -> bytes:
 
 def test_artifact_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = _artifact()
-    assert saved.load(data, Config.make())([torch.zeros(3)])[0].tolist() == [1, 1, 1]
+    assert saved.load(data, None, Config.make())([torch.zeros(3)])[0].tolist() == [1, 1, 1]
     with monkeypatch.context() as changes:
         changes.setattr(torch, "__version__", "9.9.9")
         with pytest.raises(CacheError, match="made with torch .* and this is torch 9.9.9"):
@@ -294,7 +326,7 @@ def test_artifact_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch)
     other = artifact.Artifact.from_bytes(data)
     other = dataclasses.replace(other, requires={**other.requires, "cpu": "avx2048"})
     with pytest.raises(CacheError, match="avx2048"):
-        saved.load(other.to_bytes(), Config.make())
+        saved.load(other.to_bytes(), None, Config.make())
 
 
 def test_units_of_another_machine_are_placed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

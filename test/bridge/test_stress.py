@@ -225,7 +225,7 @@ def test_kills_leave_nothing_wrong(many: int, tmp_path: Path) -> None:
 @pytest.mark.skipif(not GXX, reason="needs g++")
 @quick_and(6, 2_000)
 def test_damaged_entries_never_show(many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random damage to files of the build cache and to saved programs in torch's cache."""
+    """Random damage to files of the build cache, to saved programs in torch's cache and to what leads there."""
     monkeypatch.setenv("DICP_CACHE_DIR", str(tmp_path / "dicp"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     dice = random.Random(0)
@@ -238,7 +238,8 @@ def test_damaged_entries_never_show(many: int, tmp_path: Path, monkeypatch: pyte
 
     run()
     for _ in range(many):
-        files = [p for p in tmp_path.rglob("*") if p.is_file() and ("entries" in p.parts or "aotautograd" in p.parts)]
+        kept = [tmp_path / "torch" / "aotautograd", tmp_path / "torch" / "dicp", *tmp_path.rglob("entries")]
+        files = sorted(p for folder in kept for p in folder.rglob("*") if p.is_file())
         path = dice.choice(files)
         damage(path, dice)
         if "entries" in path.parts:  # else nobody would look at the build cache

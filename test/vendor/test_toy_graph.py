@@ -162,3 +162,22 @@ def test_sizes_are_numbers_to_the_parts() -> None:
     out, (c,) = compiled(fn, x, dynamic=True)
     torch.testing.assert_close(out, fn(x))
     assert len(c.program.library_calls) == 1 and not externs(c)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_programs_are_kept_in_torchs_caches(grad: bool) -> None:
+    from torch._dynamo.utils import counters
+
+    x = r(4, 5).requires_grad_(grad)
+    fn = lambda x: torch.linalg.svdvals((x @ x.t()).relu()) * 2  # noqa: E731  two parts, a call between them
+    want = fn(x)
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        got = torch.compile(fn, backend=toy_graph.backend)(x)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        if grad:
+            got.sum().backward()
+        found.append((counters["dicp"]["graphs"], counters["dicp"]["graphs_loaded"]))
+    assert found == [(1 + grad, 0), (0, 1 + grad)]

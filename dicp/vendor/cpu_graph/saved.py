@@ -56,7 +56,8 @@ def save(
     with contextlib.suppress(DicpError, ImportError, NotSaveable):  # without it calls go through ctypes
         units.append(SavedUnit.of(launcher_folder(config), (LIBRARY,)))
     words = toolchain.cpu_words(toolchain.flags(config, units[0].key.parts["compiler"])) if units else ()
-    return Artifact.of(runner, "cpu_graph", natives, tuple(units), {"cpu": " ".join(words)})
+    name, requires = runner.program.name, {"cpu": " ".join(words)}
+    return Artifact.of(name, runner.source, runner.globals, "cpu_graph", natives, tuple(units), requires)
 
 
 def load(artifact: Artifact, config: Any) -> Callable[[list[Any]], Any]:

@@ -4,6 +4,7 @@ its toolchain turns a graph into a tape: calls, and the slots that their argumen
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,29 +55,40 @@ CALLS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def build(gm: fx.GraphModule) -> Callable[..., list[Any]]:
-    """The toolchain: a graph to a tape, and the function that plays it."""
-    slots = {node: k for k, node in enumerate(gm.graph.nodes)}
-    tape = [
-        (CALLS.get(n.target, n.target), n.args, slots[n], getattr(n.meta.get("val"), "dtype", None))
-        for n in gm.graph.nodes
-        if n.op == "call_function"
-    ]
-    results = next(iter(reversed(gm.graph.nodes))).args[0]
+@dataclass(frozen=True)
+class Slot:
+    """Where a value lies while the tape plays."""
 
-    def play(*inputs: Any) -> list[Any]:
+    number: int
+
+
+class Tape:
+    """What the toolchain makes of a graph. It can be pickled, so that programs are kept in torch's caches."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        slots = {node: Slot(k) for k, node in enumerate(gm.graph.nodes)}
+        self.tape = [
+            (n.target, fx.node.map_arg(n.args, slots.get), slots[n], getattr(n.meta.get("val"), "dtype", None))
+            for n in gm.graph.nodes
+            if n.op == "call_function"
+        ]
+        self.results = [slots[n] for n in next(iter(reversed(gm.graph.nodes))).args[0]]
+        self.length = len(slots)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
         values: list[Any] = [x.detach().numpy() if isinstance(x, torch.Tensor) else x for x in inputs]
-        values += [None] * (len(slots) - len(values))
+        values += [None] * (self.length - len(values))
 
         def value(a: Any) -> Any:
-            return values[slots[a]]
+            if isinstance(a, Slot):
+                return values[a.number]
+            return type(a)(map(value, a)) if isinstance(a, (list, tuple)) else a
 
-        for call, args, slot, dtype in tape:
-            found = call(*fx.node.map_arg(args, value))
-            values[slot] = found if dtype is None else np.asarray(found).astype(str(dtype)[6:], copy=False)
-        return [torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in map(value, results)]
-
-    return play
+        for call, args, slot, dtype in self.tape:
+            found = CALLS.get(call, call)(*value(args))
+            values[slot.number] = found if dtype is None else np.asarray(found).astype(str(dtype)[6:], copy=False)
+        results = map(value, self.results)
+        return [torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in results]
 
 
 class ToyGraph:
@@ -99,7 +111,10 @@ class ToyGraph:
         return f"toy_graph 1, numpy {np.__version__}"
 
     def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., list[Any]]:
-        return build(gm)
+        return Tape(gm)
+
+    def load(self, artifact: Any, config: Any) -> Callable[[list[Any]], Any]:
+        return artifact.function({})  # type: ignore[no-any-return]
 
 
 vendor = ToyGraph()
