@@ -1,10 +1,12 @@
 """Warm starts of LLaMA (4 layers): seconds of the first call in a process that has done its imports.
 
-    python scripts/warm_start.py [--workload llama|resnet50] [--repeat 5] [--json FILE]
+    python scripts/warm_start.py [--workload llama|resnet50] [--repeat 5] [--folder DIR] [--json FILE]
 
   caches      a second process with the caches of a first one: Dynamo traces, nothing is compiled
   precompile  likewise under torch._dynamo.config.caching_precompile: Dynamo is skipped too
   saved       torch.compile(...).aot_compile(...) in a first process, loaded from its file (caches empty)
+The backends `eager` (Dynamo alone) and `aot_eager` are what a start costs that neither compiles nor loads.
+--folder: caches filled there by an earlier run are used, and stay.
 dicp's processes see no compiler (PATH is empty); Inductor's do. `torch.compile` or the load counts
 as part of the first call; `steady` is a later call.
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("caches", "precompile", "saved")
-CONTESTANTS = ("inductor", "dicp_cpu")
+CONTESTANTS = ("inductor", "dicp_cpu", "eager", "aot_eager")
 
 
 def worker(mode: str, contestant: str, workload: str, folder: str, fill: bool) -> dict[str, Any]:
@@ -37,7 +39,8 @@ def worker(mode: str, contestant: str, workload: str, folder: str, fill: bool) -
         import torch._inductor.compile_fx
     else:
         torch._dynamo.backends.registry.lookup_backend(contestant)
-        import dicp.dynamo_bridge.aot  # noqa: F401  an import, not a compile
+        if contestant == "dicp_cpu":
+            import dicp.dynamo_bridge.aot  # noqa: F401  an import, not a compile
     torch._dynamo.config.caching_precompile = mode == "precompile"
     inputs = CASES[workload].inputs("full", 0, torch.float32)
     name = "input_ids" if "input_ids" in inputs else next(iter(inputs))
@@ -99,6 +102,7 @@ def main() -> None:
     parser.add_argument("--workload", default="llama", choices=("llama", "resnet50"))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--folder")
     parser.add_argument("--json")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -108,10 +112,13 @@ def main() -> None:
         return
     table: dict[str, dict[str, Any]] = {}
     modes = args.modes.split(",")
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as temporary:
+        root = args.folder or temporary
         arms = [(m, c) for m in modes for c in CONTESTANTS if m == "caches" or c == "dicp_cpu"]
         folders = {arm: os.path.join(root, "-".join(arm)) for arm in arms}
         for arm, folder in folders.items():
+            if os.path.exists(folder):
+                continue
             os.makedirs(folder)
             process(*arm, args.workload, folder, fill=True)
         runs: dict[Any, list[Any]] = {arm: [] for arm in arms}
