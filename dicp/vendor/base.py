@@ -90,13 +90,6 @@ class Vendor(Protocol):
         they are in. It is called at most once, after the compile, and raises NotSaveable, saying why.
         """
 
-    # Optional. A vendor without it has nothing kept in torch's caches and in files of `aot_compile`.
-    #
-    # def load(self, artifact: Artifact, config: Any) -> Callable[[list[Any]], Any]:
-    #     """The function of a saved program, in a process that may have no toolchain. The artifact's checksum
-    #     and what it requires of torch, dicp and machine have been checked; raises CacheError where this
-    #     device cannot run it, which counts as a miss."""
-
 
 class GraphVendor(Protocol):
     """A vendor whose toolchain takes graphs."""
@@ -125,7 +118,17 @@ class GraphVendor(Protocol):
         Where the vendor has a `load`, what this returns is pickled to be kept, so it holds what its toolchain
         made (bytes, not handles) and unpickles to something that runs."""
 
-    # Optional, as for a kernel vendor: `load(artifact, config)`, mostly `return artifact.function({})`.
+
+class Loads(Protocol):
+    """What a vendor of either family has besides, where its programs are to be kept in torch's caches and in
+    files of `aot_compile`. Without it they are compiled in every process."""
+
+    def load(self, artifact: Any, config: Any) -> Callable[[list[Any]], Any]:
+        """The function of a saved program (runtime/artifact.py), in a process that may have no toolchain.
+
+        A graph vendor mostly returns `artifact.function({})`. Checksum, torch, dicp and machine have been
+        checked. Raises CacheError where this device cannot run it, which counts as a miss.
+        """
 
 
 def takes_graphs(vendor: Any) -> bool:
