@@ -57,7 +57,7 @@ def decomposition_table(
         if wanted:
             out[op] = fn
     for product in [getattr(torch.ops.aten, name).default for name in PRODUCTS] if kernels else []:
-        out[product] = sums_of_nothing(out.get(product))
+        out[product] = split_product(out.get(product))
     return out
 
 
@@ -73,14 +73,18 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
     return out
 
 
-def sums_of_nothing(otherwise: Decomposition | None) -> Decomposition:
-    """A matrix product of operands without elements, on which libraries differ; all others as `otherwise`."""
+def split_product(otherwise: Decomposition | None) -> Decomposition:
+    """A matrix product of operands without elements, on which libraries differ, and one of integers that is
+    added to something, for which they have no call; all others as `otherwise`."""
 
     def decomposed(*args: Any, beta: Any = 1, alpha: Any = 1) -> Any:
         a, b = args[-2:]
         if any(isinstance(n, int) and n == 0 for t in (a, b) for n in t.shape):
             zeros = a.new_zeros((*a.shape[:-1], b.shape[-1]))
             return zeros if len(args) == 2 or beta == 0 else zeros + args[0] * beta
+        if len(args) == 3 and not (a.is_floating_point() or a.is_complex()):
+            product = (a @ b) * alpha
+            return product if beta == 0 else product + args[0] * beta
         if otherwise is None:
             return NotImplemented
         return otherwise(*args) if len(args) == 2 else otherwise(*args, beta=beta, alpha=alpha)

@@ -15,7 +15,7 @@ from dicp.ir.value import Builder, Indices, ScatterMode, Shape, Value
 from dicp.ops import scalar as s
 from dicp.ops.rules.arithmetic import scaled
 from dicp.ops.rules.pointwise import broadcast, constant, convert, pointwise, retyped, scalar_expr
-from dicp.ops.rules.views import reindexed, replaced, reshape, wrap_dim
+from dicp.ops.rules.views import memory_order, permuted, position, reindexed, replaced, reshape, wrap_dim
 from dicp.ops.table import Declined, Row, Rule, row
 
 
@@ -192,6 +192,17 @@ def index_put(b: Builder, node: torch.fx.Node, x: Value, indices: list[Value | N
     at = Advanced(b, x, indices)
     values = broadcast(values, at.shape)
     return widened(b, x, "add" if accumulate else "set", at.shape, lambda idx: (at.source(idx), values(idx)))
+
+
+def as_strided_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, size: list[Index],
+                       stride: list[Index], storage_offset: Index | None = None) -> Value:
+    """x, with src at the positions of a strided window on the elements of x in the order of its memory."""
+    order = memory_order(node, x.shape, size, stride, storage_offset or 0)
+    line = permuted(x, order)
+    src = broadcast(convert(src, x.dtype), tuple(size))
+    written = b.scatter(reshape(line, (ix.product(x.shape),)), tuple(size), lambda idx: (
+        (position(idx, stride, storage_offset or 0),), src(idx)), "set")
+    return permuted(reshape(written, line.shape), [order.index(d) for d in range(len(order))])
 
 
 def put_where(x: Value, mask: Value, values: Value, accumulate: bool) -> Value:
@@ -420,6 +431,7 @@ def rows() -> Iterator[Row]:
         return row(name, *overloads, kind="index", rule=rule)
 
     yield rule("embedding", aten.embedding.default, rule=embedding)
+    yield rule("as_strided_scatter", aten.as_strided_scatter.default, rule=as_strided_scatter)
     yield rule("embedding_backward", aten.embedding_dense_backward.default, rule=embedding_backward)
     yield rule("index_select", aten.index_select.default, rule=index_select)
     yield rule("gather", aten.gather.default, rule=gather)

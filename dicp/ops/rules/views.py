@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dicp.compat import size_hint
+from dicp.compat import known_equal, size_hint
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -222,18 +222,35 @@ def unbind(b: Builder, node: torch.fx.Node, x: Value, dim: int = 0) -> tuple[Val
 
 def as_strided(b: Builder, node: torch.fx.Node, x: Value, size: list[Index], stride: list[Index],
                storage_offset: Index | None = None) -> Value:
-    """A window on the elements of x in row-major order, which is memory order only if x is contiguous."""
-    base = node.args[0].meta["val"]
-    if not base.is_contiguous() or base.storage_offset() != 0:
-        raise Declined("as_strided of a tensor that is not contiguous")
-    top = sum(((n - 1) * k for n, k in zip(size, stride, strict=True)), storage_offset or 0)
-    if 0 not in size and not ix.nonnegative(ix.product(x.shape) - 1 - top):
+    """A window on the elements of x in the order of its memory."""
+    order = memory_order(node, x.shape, size, stride, storage_offset or 0)
+    flat = reshape(permuted(x, order), (ix.product(x.shape),))
+    return reindexed(flat, tuple(size), lambda idx: (position(idx, stride, storage_offset or 0),))
+
+
+def position(idx: Sequence[Index], stride: Sequence[Index], first: Index) -> Index:
+    """Where in memory the element at idx of a strided window lies, in elements."""
+    return sum((i * n for i, n in zip(idx, stride, strict=True)), first)
+
+
+def memory_order(
+    node: torch.fx.Node, shape: Shape, size: Sequence[Index], stride: Sequence[Index], first: Index
+) -> list[int]:
+    """The dims of the node's operand from outermost to innermost in memory, of which it must fill a stretch
+    that holds the window. Declined otherwise: what else lies in its memory is not known."""
+    base = node.args[0].meta["val"]  # type: ignore[union-attr]
+    order = sorted(range(base.dim()), key=lambda d: -size_hint(base.stride(d), 0))
+    step: Any = 1
+    for d in reversed(order):
+        if not known_equal(base.shape[d], 1) and not known_equal(base.stride(d), step):
+            raise Declined("as_strided of a tensor with gaps or overlaps in memory")
+        step = step * base.shape[d]
+    if not known_equal(base.storage_offset(), 0):
+        raise Declined("as_strided of a part of some memory")
+    top = position([n - 1 for n in size], stride, first)
+    if 0 not in size and not ix.nonnegative(ix.product(shape) - 1 - top):
         raise Declined("as_strided beyond the elements of its operand")
-    flat = reshape(x, (ix.product(x.shape),))
-    first = storage_offset or 0
-    return reindexed(
-        flat, tuple(size), lambda idx: (sum((i * n for i, n in zip(idx, stride, strict=True)), first),)
-    )
+    return order
 
 
 def diagonal(

@@ -70,6 +70,8 @@ CALLS: dict[str, Fn] = {
     "histc": lambda x: torch.histc(x * 2, 4, 0.0, 3.0) + 1,
     "histogram": lambda x: torch.histogram(x * 2, 4, range=(0.0, 3.0)).hist + 1,
     "integer_mm": lambda x: (x.long() @ x.long()) + 1,
+    "integer_addmm": lambda x: torch.addmm(x.long()[0], x.long(), x.long() + 1, beta=2, alpha=3) + 1,
+    "frexp": lambda x: torch.frexp(x * 3 - 1),
     "bessel": lambda x: torch.special.bessel_j0(x * 2) + torch.polygamma(2, x.abs() + 1),
     "bilinear": lambda x: torch.nn.functional.bilinear(x, x, x.reshape(1, 3, 3).expand(2, 3, 3) * 2),
 }
@@ -171,7 +173,7 @@ def test_symbolic_sizes() -> None:
 def test_complex_tensors() -> None:
     def fn(x: torch.Tensor) -> Any:
         z = torch.fft.fft2(x * 2)
-        return torch.view_as_real(z * z) + 1, z.transpose(0, 1), torch.fft.irfft(torch.fft.rfft(x))
+        return torch.view_as_real(z * z + z * 2) + 1, z.abs(), z.transpose(0, 1), torch.fft.irfft(torch.fft.rfft(x))
 
     for e, g in zip(fn(A), compiled(fn)(A), strict=True):
         torch.testing.assert_close(g, e)

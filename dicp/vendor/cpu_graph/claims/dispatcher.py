@@ -53,8 +53,8 @@ SELECTION = """kthvalue mode median nanmedian histc histogram _histogramdd_bin_e
     _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward"""
 
 # Special functions: tables of coefficients and data-dependent loops that ATen's kernels hold.
-SPECIAL = """igamma igammac polygamma special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0
-    special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+SPECIAL = """frexp igamma igammac polygamma special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
     special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
     special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
@@ -64,9 +64,16 @@ SPECIAL = """igamma igammac polygamma special_airy_ai special_bessel_j0 special_
     special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta"""
 
 # Complex tensors, which kernels do not hold.
-COMPLEX = """_conj_physical _to_copy add clone complex constant_pad_nd copy detach diagonal diagonal_scatter
-    div expand mul new_zeros permute polar select slice slice_scatter squeeze sub transpose unsqueeze view
-    view_as_complex view_as_real"""
+COMPLEX = """_conj _conj_physical _to_copy abs add angle clone complex constant_pad_nd copy detach diagonal
+    diagonal_scatter div expand mul new_zeros permute polar select slice slice_scatter squeeze sub transpose
+    unsqueeze view view_as_complex view_as_real"""
+
+# Ops with a Scalar, which words cannot carry, for which the C interface has a function that takes a double.
+SHIM_CALLS = {
+    aten.histc.default: "histc",
+    aten.add.Tensor: "add_Tensor",
+    aten.mul.Scalar: "mul_Scalar",
+}
 
 GROUPS = (RANDOM, LINEAR_ALGEBRA, TRANSFORMS, PRODUCTS, SIZED_BY_DATA, SELECTION, SPECIAL, COMPLEX)
 OPS = frozenset(name for group in GROUPS for name in group.split())
@@ -79,12 +86,18 @@ def aten_call(node: fx.Node) -> Claim | None:
         return None
     if not _results_carried(node):
         return None
-    if op is aten.histc.default:  # its bounds are Scalars, which words cannot carry
-        return Claim("histc", _histc, as_traced=True)
-    given = zip(op._schema.arguments, arguments(op, node.args, node.kwargs), strict=True)
-    if op._schema.is_mutable or not all(carried(a.type, value) for a, value in given):
+    given = list(zip(op._schema.arguments, arguments(op, node.args, node.kwargs), strict=True))
+    if op in SHIM_CALLS:
+        plain = all(carried(a.type, v) or _is_scalar(a.type, v) for a, v in given)
+        return Claim(f"{op._opname}: ATen", _shim_call, as_traced=True) if plain else None
+    if op._schema.is_mutable or not all(carried(a.type, v) for a, v in given):
         return None
     return Claim(f"{op._opname}: ATen", _emit, as_traced=True)
+
+
+def _is_scalar(kind: Any, value: Any) -> bool:
+    """Whether it is a Scalar that C's double stands for."""
+    return kind.kind() == "NumberType" and isinstance(value, (int, float))
 
 
 def arguments(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -151,6 +164,8 @@ _WORDS = {
 
 def _emit(w: Any, call: Call) -> None:
     op = call.node.target
+    if op is aten._conj.default:  # a view with a mark, which memory alone does not show
+        op = aten._conj_physical.default
     values = arguments(op, call.args, call.kwargs)
     words = [word(w, a.type, v) for a, v in zip(op._schema.arguments, values, strict=True)]
     lists = op._schema.returns[0].type.kind() == "ListType" if op._schema.returns else False
@@ -191,6 +206,10 @@ def _double(x: float) -> str:
     return repr(x) if abs(x) != float("inf") else ("-" if x < 0 else "") + "__builtin_inf()"
 
 
-def _histc(w: Any, call: Call) -> None:
-    x, bins, low, high = arguments(aten.histc.default, call.args, call.kwargs)
-    w.call(call, SHIM + "histc", [w.tensor(x), str(bins), _double(float(low)), _double(float(high))])
+def _shim_call(w: Any, call: Call) -> None:
+    op = call.node.target
+    given = []
+    for a, v in zip(op._schema.arguments, arguments(op, call.args, call.kwargs), strict=True):
+        scalar = a.type.kind() in ("NumberType", "FloatType")
+        given.append(w.tensor(v) if isinstance(v, View) else _double(float(v)) if scalar else w.text(v))
+    w.call(call, SHIM + SHIM_CALLS[op], given)

@@ -25,6 +25,8 @@ int32_t torch_list_push_back(struct DicpList* list, uint64_t item);
 int32_t torch_list_get_item(struct DicpList* list, size_t k, uint64_t* item);
 int32_t torch_delete_list(struct DicpList* list);
 int32_t torch_new_string_handle(const char* data, size_t length, struct DicpString** out);
+int32_t aoti_torch_cpu_add_Tensor(Handle x, Handle other, double alpha, Handle* out);
+int32_t aoti_torch_cpu_mul_Scalar(Handle x, double other, Handle* out);
 int32_t aoti_torch_cpu_histc(Handle x, int64_t bins, double low, double high, Handle* out);
 int32_t aoti_torch_cpu_mm_out(Handle out, Handle a, Handle b);
 int32_t aoti_torch_cpu_addmm_out(Handle out, Handle bias, Handle a, Handle b, double beta, double alpha);
