@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of LLaMA, instead of all")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--longest", type=int, default=2048, help="LLaMA's longest input")
+    parser.add_argument("--sample", type=int, help="so many of the sizes, spread evenly")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--min-ms", type=float, default=20.0, help="milliseconds of a turn, at least")
     parser.add_argument("--only", choices=("compiles", "times"))
@@ -140,6 +141,8 @@ def main() -> None:
     model = model_of(args)
     vocabulary = 32000 if args.size == "full" else 512
     sizes = sizes_of(args.workload, args.tokens, args.longest)
+    if args.sample and args.sample < len(sizes):
+        sizes = [sizes[k * len(sizes) // args.sample] for k in range(args.sample)]
     cases = {shape: input_of(args, shape, vocabulary) for shape in sizes}
     graphs, rows = None, []
     with torch.no_grad():
