@@ -259,7 +259,7 @@ def damage(path: Path, dice: random.Random) -> None:
     if "aotautograd" in path.parts:  # what torch itself stores around our program has no checksum
         start = max(0, bytes(data).find(b"_unpickled")) + 100
         end = max(start + 1, bytes(data).find(b"runtime_metadata"))
-    how = dice.randrange(4)
+    how = dice.randrange(4) if start < min(end, len(data)) else 2  # what is damaged already may be short
     if how == 0:
         data[dice.randrange(start, min(end, len(data)))] ^= 1 << dice.randrange(8)
     elif how == 1:
