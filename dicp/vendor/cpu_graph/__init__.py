@@ -32,7 +32,7 @@ class CpuGraph:
     def claim(self, node: fx.Node, config: Any) -> Claim | None:
         from dicp.vendor.cpu_graph.claims import claim_for
 
-        return claim_for(node, eager=config.numerics == "eager")
+        return claim_for(node, config)
 
     def aten_call(self, node: fx.Node, config: Any) -> Claim | None:
         """The op's own implementation in ATen's CPU library, called from generated code."""

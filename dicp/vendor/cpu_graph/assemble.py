@@ -30,6 +30,8 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
         if isinstance(step, Segment)
     ]
     n_checks = len(program.lowered.checks)
+    templates = {name: text for _, writer in writers for name, text in writer.templates.items()}
+    units += [Unit(name, text) for name, text in templates.items()]
     for step, writer in writers:
         units.append(Unit(f"{program.name}_segment{step.number}", writer.source(n_checks), _lines(step)))
     program.sources = {f"{u.name}.cpp": u.source for u in units}

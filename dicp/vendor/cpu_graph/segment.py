@@ -77,7 +77,8 @@ class SegmentWriter:
         self.made: dict[int, str] = {}  # id of a View -> its Tensor, within one call
         self.arguments: list[str] = []  # buffers whose address the caller passes, in order
         self.declared: set[str] = set()
-        self.kernels: dict[str, Any] = {}  # kernel function -> Launch, in order of first use
+        self.kernels: dict[str, str] = {}  # function of another unit -> its parameters, in order of first use
+        self.templates: dict[str, str] = {}  # of these, the ones that claims brought -> source of their unit
         self.calls: list[Call] = []
         self.kept: list[str] = []  # library results that outlive the segment, in slot order
         self.slots = 0  # words of the caller's for kept results, or for the operands of a failed call
@@ -204,6 +205,12 @@ class SegmentWriter:
                 f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) return {-number};"
             )
 
+    def template(self, function: str, parameters: str, source: str) -> str:
+        """A function of the vendor's own that `call` may name; source: its unit, which exports it."""
+        self.kernels[function] = parameters
+        self.templates[function] = source
+        return function
+
     @property
     def argument_count(self) -> int:
         """Integers that the function takes."""
@@ -251,7 +258,8 @@ class SegmentWriter:
 
     def _launch(self, launch: Launch) -> None:
         function = self.kernel_names[launch.kernel.digest]
-        self.kernels.setdefault(function, launch)
+        kernel = codegen.canonical_with_notes(launch.kernel)
+        self.kernels[function] = codegen.signature(kernel, "").removeprefix("void (").removesuffix(")")
         args = [self.pointer(b) for b in launch.buffers] + [v.name for v in launch.kernel.sizes]
         if codegen.has_checks(launch.kernel):
             self.uses_checks = True
@@ -288,11 +296,9 @@ class SegmentWriter:
     def source(self, n_checks: int) -> str:
         """The translation unit."""
         out = ['#include "dicp_shim.h"', '#include "dicp_storage.h"', "using namespace dicp;", ""]
-        for k, launch in enumerate(self.kernels.values()):
-            name = self.kernel_names[launch.kernel.digest]
-            kernel = codegen.canonical_with_notes(launch.kernel)
-            params = codegen.signature(kernel, "").removeprefix("void (")
-            out.append(f"static void (*{name})({params};  // kernel {k}")
+        for k, (name, parameters) in enumerate(self.kernels.items()):
+            result = "int32_t" if name in self.templates else "void"
+            out.append(f"static {result} (*{name})({parameters});  // kernel {k}")
         if self.timed:
             out += [
                 "",

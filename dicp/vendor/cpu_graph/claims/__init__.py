@@ -18,11 +18,14 @@ from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn
 __all__ = ["claim_for", "cpu_maker", "keeps", "matmul_pays", "prefers_onednn", "supports"]
 
 
-def claim_for(node: fx.Node, eager: bool = False) -> Claim | None:
-    """The library call for a node. `eager`: the one that eager makes, so that results have its bits."""
+def claim_for(node: fx.Node, config: Any) -> Claim | None:
+    """The call for a node; under numerics="eager" the one that eager makes, so that results have its bits."""
     make = _table().get(node.target)
     if make is None or _empty(node):
         return None
+    eager = config.numerics == "eager"
+    if make in (attention.attention, attention.flash):
+        return make(node, eager, config)
     return make(node, eager) if make in (matmul.mm, matmul.addmm) else make(node)
 
 

@@ -1,15 +1,20 @@
-"""Attention by the flash kernels of ATen's CPU library."""
+"""Attention: by tiles of our own around oneDNN's micro-kernels, or by ATen's flash kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 
+from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import SHIM, argument, memory_order, rows
+from dicp.vendor.cpu_graph.expression import STORAGE
+from dicp.vendor.cpu_graph.microkernels import serves
 
 
 def _attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]:
@@ -30,8 +35,96 @@ def _attention_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any
     return [dense_strides(shape, memory_order(args[0])), *[None] * (len(vals) - 1)]
 
 
-def attention(node: fx.Node) -> Claim | None:
+# -- tiles -------------------------------------------------------------------------------------------------
+
+FEW_ROWS = 32
+"""Query rows under which each key would be brought into tile order for too few products."""
+
+_PARAMETERS = (
+    "const {T}* q, const {T}* k, const {T}* v, const {M}* mask, {T}* out, float* log_sum, "
+    "const int64_t* sizes, double scale, bool causal"
+)
+_SOURCE = """\
+#include "dicp_attention.h"
+using namespace dicp;
+
+// softmax(scale Q K^T + mask) V
+extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+  return flash_attention(q, k, v, mask, out, log_sum, sizes, scale, causal);
+}}
+"""
+
+
+def _tiled(node: fx.Node, mask: Any, emit: Callable[[Any, Call], None], config: Any) -> Claim | None:
+    """The claim by tiles, where the micro-kernels and the tiles' layout allow."""
+    q, k, v = (a.meta["val"] for a in node.args[:3])  # type: ignore[union-attr]
+    depths = (q.shape[-1], v.shape[-1])
+    if not serves(q.dtype, config) or size_hint(q.shape[2]) < FEW_ROWS:
+        return None
+    if not all(isinstance(d, int) and d % 2 == 0 and d <= 256 for d in depths):
+        return None
+    if not all(isinstance(n, int) for n in (q.shape[1], k.shape[1])):
+        return None
+    if mask is not None and mask.meta["val"].dtype not in (q.dtype, torch.float32):
+        return None
+    return Claim("attention: tiles", emit, out=True, prepare=_tile_rows)
+
+
+def _tile_rows(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+    """Operands whose depth is dense, and whose rows start at pairs of 16-bit values."""
+
+    def fix(a: Any) -> Any:
+        view = lowering.operand(a)
+        row = view.strides[2]
+        pairs = view.buffer.dtype.itemsize == 4 or (isinstance(row, int) and row % 2 == 0)
+        return view if view.strides[-1] == 1 and pairs else lowering.operand(a, dense=True)
+
+    return [*(fix(a) for a in args[:3]), *args[3:]]
+
+
+def _emit_tiles(w: Any, c: Call, mask: View | None, causal: bool, scale: float | None) -> None:
+    q, k, v = c.args[:3]
+    out, log_sum = c.outputs[0], c.outputs[1] if len(c.outputs) > 1 else None
+    kinds = {"T": STORAGE[q.buffer.dtype], "M": STORAGE[(mask or q).buffer.dtype]}
+    name = "_".join(["attention", *dict.fromkeys(kinds.values())])
+    parameters = _PARAMETERS.format(**kinds)
+    w.template(name, parameters, _SOURCE.format(name=name, parameters=parameters))
+    sizes, _ = w.ints(
+        [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]]
+        + [s for x in (q, k, v, out) for s in x.strides[:3]]
+        + list(log_sum.strides if log_sum is not None else (0, 0, 0))
+        + (_mask_strides(mask) if mask is not None else [0, 0, 0, 0])
+    )
+    pointers = [_pointer(w, x) for x in (q, k, v, mask)]
+    pointers += [w.pointer(out), w.pointer(log_sum) if log_sum is not None else "nullptr"]
+    factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    w.call(c, name, [*pointers, sizes, repr(factor), str(causal).lower()])
+
+
+def _pointer(w: Any, x: View | None) -> str:
+    if x is None:
+        return "nullptr"
+    start = w.pointer(x.buffer)
+    return start if x.offset == 0 else f"{start} + {w.text(x.offset)}"
+
+
+def _mask_strides(mask: View) -> list[Any]:
+    """Per batch, head, row and column; 0 where the mask is broadcast."""
+    own = [0 if n == 1 else s for n, s in zip(mask.shape, mask.strides, strict=True)]
+    return [0] * (4 - len(own)) + own
+
+
+# -- claims ------------------------------------------------------------------------------------------------
+
+
+def attention(node: fx.Node, eager: bool, config: Any) -> Claim | None:
     causal, scale = argument(node, 4, "causal", False), argument(node, 5, "scale", None)
+    if not eager:
+        tiled = _tiled(
+            node, node.args[3], lambda w, c: _emit_tiles(w, c, c.args[3], causal, scale), config
+        )
+        if tiled is not None:
+            return tiled
 
     def emit(w: Any, c: Call) -> None:
         q, k, v, mask = c.args[:4]
@@ -50,13 +143,18 @@ def attention(node: fx.Node) -> Claim | None:
     return Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2, 3))
 
 
-def flash(node: fx.Node) -> Claim | None:
+def flash(node: fx.Node, eager: bool, config: Any) -> Claim | None:
+    p, causal = argument(node, 3, "dropout_p", 0.0), argument(node, 4, "is_causal", False)
+    mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
+    if not eager and p == 0.0:
+        tiled = _tiled(
+            node, mask, lambda w, c: _emit_tiles(w, c, c.kwargs.get("attn_mask"), causal, scale), config
+        )
+        if tiled is not None:
+            return tiled
+
     def emit(w: Any, c: Call) -> None:
         q, k, v = c.args[:3]
-        p, causal = (*c.args[3:5], 0.0, False)[:2] if len(c.args) > 3 else (0.0, False)
-        if len(c.args) == 4:
-            causal = False
-        mask, scale = c.kwargs.get("attn_mask"), c.kwargs.get("scale")
         w.call(
             c,
             SHIM + "_scaled_dot_product_flash_attention_for_cpu",
@@ -66,7 +164,7 @@ def flash(node: fx.Node) -> Claim | None:
                 w.tensor(v),
                 repr(float(p)),
                 str(int(causal)),
-                *_attention_args(w, mask, scale),
+                *_attention_args(w, c.kwargs.get("attn_mask"), scale),
             ],
         )
 

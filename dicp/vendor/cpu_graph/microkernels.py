@@ -1,0 +1,46 @@
+"""oneDNN's micro-kernels for matrix products, which libtorch exports as `at::native::cpublas::brgemm`: what
+generated tiles (include/dicp_attention.h) are built around."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dicp.vendor.cpu_graph import toolchain
+
+_SYMBOLS = {
+    torch.float32: "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb",
+    torch.bfloat16: "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
+}
+_CPU_FLAGS = {
+    torch.float32: {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    torch.bfloat16: {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"},
+}
+AVX512_LANES = 16
+
+
+def serves(dtype: torch.dtype | None, config: Any) -> bool:
+    """Whether products of this dtype (sums in float32) have micro-kernels here: on this CPU, in this
+    libtorch, for code of this config's instruction set."""
+    return dtype in _available() and toolchain.lanes(config) == AVX512_LANES
+
+
+@functools.cache
+def _available() -> frozenset[torch.dtype]:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not library.exists():
+        return frozenset()
+    exported = ctypes.CDLL(str(library))  # loaded already: a second handle on it
+    flags = toolchain.cpu_flags()
+    return frozenset(
+        dtype
+        for dtype, symbol in _SYMBOLS.items()
+        if flags >= _CPU_FLAGS[dtype] and hasattr(exported, symbol)
+    )
+
+
+__all__ = ["serves"]

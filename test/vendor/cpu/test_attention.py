@@ -1,0 +1,164 @@
+"""Attention by tiles around oneDNN's micro-kernels: against float64, under the rule of all tests (no further from
+it than twice eager), and which calls the tiles serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dicp.compiler import Compiled, observe
+from dicp.config import Config
+from dicp.vendor.cpu_graph.microkernels import serves
+
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    yield
+
+
+def operands(
+    dtype: torch.dtype, heads: int, kv_heads: int, rows: int, keys: int, depth: int, depth_v: int
+) -> list[torch.Tensor]:
+    q = torch.randn(2, rows, heads, depth, dtype=dtype).transpose(1, 2)
+    k = torch.randn(2, keys, kv_heads, depth, dtype=dtype).transpose(1, 2)
+    return [q, k, torch.randn(2, kv_heads, keys, depth_v, dtype=dtype)]
+
+
+def mask_of(kind: str | None, heads: int, rows: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:
+    closed = torch.zeros(rows, keys).masked_fill(torch.rand(rows, keys) < 0.4, -INF)
+    closed[1] = -INF  # a row of which nothing is open
+    closed[2, : keys // 2 + 300] = -INF  # and one whose first block of keys is closed
+    return {
+        None: None,
+        "added": closed.to(dtype),
+        "per head": torch.randn(2, heads, 1, keys, dtype=dtype),
+        "per row": torch.randn(1, 1, rows, 1, dtype=dtype).expand(1, 1, rows, keys),
+        "transposed": torch.randn(keys, rows, dtype=dtype).t(),
+        "bool": closed == 0,
+    }[kind]
+
+
+def close(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    unit = torch.finfo(got.dtype).eps * exact.abs().max().item()
+    mine, theirs = ((x.double() - exact).abs().max().item() for x in (got, eager))
+    assert mine <= 2 * theirs + unit, f"{mine:.2e} from float64, eager {theirs:.2e}"
+
+
+def programs(fn: Any, *args: Any, **how: Any) -> tuple[Any, list[Compiled]]:
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        result = torch.compile(fn, backend="dicp_cpu", **how)(*args)
+    return result, seen
+
+
+def claims(seen: list[Compiled]) -> list[str]:
+    return [c.claim.name for s in seen for c in s.program.library_calls]
+
+
+def expected(dtype: torch.dtype) -> str:
+    return "attention: tiles" if serves(dtype, Config()) else "attention: flash"
+
+
+CASES: dict[str, tuple[int, int, int, int, int, int, bool, str | None]] = {
+    # heads, heads of k and v, rows, keys, depth, depth of v, causal, mask
+    "one block": (2, 2, 40, 40, 64, 64, False, None),
+    "many blocks": (1, 1, 300, 1100, 32, 32, False, None),
+    "odd sizes": (3, 3, 33, 517, 10, 6, False, None),
+    "causal": (2, 2, 300, 300, 64, 64, True, None),
+    "causal, more rows than keys": (2, 2, 200, 65, 32, 32, True, None),
+    "causal, more keys than rows": (2, 2, 65, 600, 32, 32, True, None),
+    "shared keys": (4, 2, 40, 90, 16, 16, False, None),
+    "added mask": (2, 2, 40, 700, 32, 32, False, "added"),
+    "mask per head": (2, 2, 40, 90, 32, 32, False, "per head"),
+    "mask per row": (2, 2, 40, 90, 32, 32, False, "per row"),
+    "transposed mask": (2, 2, 40, 90, 32, 32, False, "transposed"),
+    "bool mask": (2, 2, 40, 700, 32, 32, False, "bool"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, dtype: torch.dtype) -> None:
+    heads, kv_heads, rows, keys, depth, depth_v, causal, kind = CASES[name]
+    args = operands(dtype, heads, kv_heads, rows, keys, depth, depth_v)
+    mask = mask_of(kind, heads, rows, keys, dtype)
+
+    def fn(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
+        shared = kv_heads != heads
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=shared)
+
+    exact_mask = mask.double() if mask is not None and mask.dtype != torch.bool else mask
+    exact = fn(*(a.double() for a in args), exact_mask)
+    got, seen = programs(fn, *args, mask)
+    close(got, fn(*args, mask), exact)
+    assert got.stride() == fn(*args, mask).stride()
+    if depth == depth_v:  # eager's own call has no other form, and what it makes of them is no attention node
+        assert claims(seen) == [expected(dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients(dtype: torch.dtype, causal: bool) -> None:
+    """The logarithms of the rows' sums, which the backward reads."""
+
+    def grads(args: list[torch.Tensor], fn: Any) -> list[torch.Tensor]:
+        leaves = [a.detach().clone().requires_grad_() for a in args]
+        fn(*leaves).square().sum().backward()
+        return [a.grad for a in leaves]  # type: ignore[misc]
+
+    def fn(q: Any, k: Any, v: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+
+    args = operands(dtype, 2, 2, 150, 150, 32, 32)
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        got = grads(args, torch.compile(fn, backend="dicp_cpu"))
+    for g, e, x in zip(got, grads(args, fn), grads([a.double() for a in args], fn)):
+        close(g, e, x)
+    assert claims(seen)[0] == expected(dtype)
+
+
+def test_sizes_may_change() -> None:
+    fn = torch.compile(F.scaled_dot_product_attention, backend="dicp_cpu", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows, keys in ((40, 90), (130, 514), (2, 3), (64, 512)):
+            args = operands(torch.float32, 2, 2, rows, keys, 16, 16)
+            exact = F.scaled_dot_product_attention(*(a.double() for a in args))
+            close(fn(*args), F.scaled_dot_product_attention(*args), exact)
+
+
+def test_operands_may_lie_anywhere() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x[:, 1:].reshape(2, 48, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 48, 32)
+
+    x = torch.randn(2, 49, 96)
+    close(programs(fn, x)[0], fn(x), fn(x.double()))
+
+
+def test_nan_and_infinity_spread_as_in_eager() -> None:
+    q, k, v = operands(torch.float32, 1, 1, 40, 40, 16, 16)
+    q[0, 0, 3, 0], k[1, 0, 5, 1], v[1, 0, 7, 2] = float("nan"), INF, INF
+    got, _ = programs(F.scaled_dot_product_attention, q, k, v)
+    eager = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(got.isnan(), eager.isnan())
+
+
+def test_what_stays_with_the_library() -> None:
+    attention = F.scaled_dot_product_attention
+    few_rows = operands(torch.float32, 2, 2, 4, 90, 16, 16)
+    assert claims(programs(attention, *few_rows)[1]) == ["attention: flash"]
+    half = operands(torch.float16, 2, 2, 40, 40, 16, 16)
+    assert claims(programs(attention, *half)[1]) == ["attention: flash"]
+    single = operands(torch.float32, 2, 2, 40, 40, 16, 16)
+    for options in ({"numerics": "eager"}, {"isa": "portable"}, {"isa": "avx2"}):
+        torch._dynamo.reset()
+        assert claims(programs(attention, *single, options=options)[1]) == ["attention: flash"], options
