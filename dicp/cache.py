@@ -35,8 +35,8 @@ def stats(store: Store) -> dict[str, Any]:
         "bytes": sum(sizes),
         "limit_bytes": store.limit_bytes,
         "oldest_seconds": time.time() - min(created) if created else None,
-        "compilers": sorted({meta["parts"].get("compiler", "") for meta in metas}),
-        "isas": sorted({meta["parts"]["isa"] for meta in metas if "isa" in meta["parts"]}),
+        "compilers": sorted({c for meta in metas if (c := meta["parts"].get("compiler"))}),
+        "isas": sorted({isa for meta in metas if (isa := meta["parts"].get("isa"))}),
     }
 
 

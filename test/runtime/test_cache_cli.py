@@ -35,11 +35,12 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
 def test_stats(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "stats")[1]["entries"] == 0
     add(store)
+    add(store, compiler="", isa="")  # a Triton kernel's
     status, result = run(capsys, "stats")
     assert (
-        status == 0 and result["entries"] == 1 and result["bytes"] > 6 and result["compilers"] == ["g++ 12"]
+        status == 0 and result["entries"] == 2 and result["bytes"] > 6 and result["compilers"] == ["g++ 12"]
     )
-    assert cli.main(["stats"]) == 0 and "entries: 1" in capsys.readouterr().out
+    assert cli.main(["stats"]) == 0 and "entries: 2" in capsys.readouterr().out
 
 
 def test_verify_finds_and_removes(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
