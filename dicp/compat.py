@@ -211,9 +211,10 @@ class Shortcut:
             return None
         with _caching(self._tag), suppress(Exception):  # as torch does: whatever is wrong, it is a miss
             with open(self._file()) as file:
-                found = cache.AOTAutogradCache._lookup(
-                    file.read(), True, False, self._inputs, {}, self._config
-                )
+                key = file.read()
+            if not (len(key) > 32 and key.isalnum()):  # damaged
+                return None
+            found = cache.AOTAutogradCache._lookup(key, True, False, self._inputs, {}, self._config)
             if found is not None and getattr(found[0].compiled_fw.result, "key", "") == self.key:
                 return self._function(
                     found[0].wrap_post_compile(self._inputs, self._config, cache.create_fx_config())

@@ -201,9 +201,10 @@ def test_shortcut_that_leads_elsewhere_is_not_taken(arguments: Any, own_torch_ca
         path.write_text(text)
     assert hit(run(arguments)) and hit(run(arguments, other))  # by torch's key, and results are compared
     assert [path.read_text() for path in shortcuts] == texts
-    for path in shortcuts:
-        path.write_bytes(b"\xff rubbish")
-    assert hit(run(arguments)) and hit(run(arguments, other))
+    for rubbish in (b"", b"\xff rubbish", b"../" * 20):
+        for path in shortcuts:
+            path.write_bytes(rubbish)
+        assert hit(run(arguments)) and hit(run(arguments, other))
 
 
 def _other(attribute: str) -> Callable[[pytest.MonkeyPatch], dict[str, Any]]:
