@@ -149,6 +149,8 @@ FAILURES: dict[str, tuple[Fn, torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_errors_are_those_of_eager(name: str) -> None:
+    if name in ("cholesky", "inv") and torch.__version__.startswith(("2.11", "2.12")):
+        pytest.skip("AOTAutograd drops the check of the factorization from the graph")
     fn, x = FAILURES[name]
     expected, f = raised(fn, x), compiled(fn)
     for _ in range(2):  # the first call runs under a mode of AOTAutograd's

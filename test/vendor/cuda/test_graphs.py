@@ -55,7 +55,7 @@ def program(inputs: list[Any], writes: frozenset[str] = frozenset(), externs: tu
     return SimpleNamespace(
         name="graph",
         lowered=SimpleNamespace(inputs=inputs),
-        externs=externs,
+        python_calls=externs,
         items=[item],
         plan=SimpleNamespace(find=lambda n: n),
     )
