@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-EVERY = frozenset("float32 float64 bfloat16 float16 int64 int32 int8 uint8 bool complex64 complex128".split())
-
-EXPECTED_FAILURES: dict[str, dict[str, dict[frozenset[str], str]]] = {
-    "dicp_cpu": {
-        "tensor_split": {
-            EVERY: "pieces between positions read from a tensor have sizes and offsets that only the slices "
-            "themselves define; only where a user asks Dynamo to capture them",
-        },
-        "unique_consecutive": {
-            EVERY: "torch's fake implementation promises results of another rank than eager's where dim "
-            "counts from the end; only where a user asks Dynamo to capture them",
-        },
-    },
-}
+EXPECTED_FAILURES: dict[str, dict[str, dict[frozenset[str], str]]] = {}
 
 
 def reason_for(backend: str, operator: str, dtype: str) -> str | None:

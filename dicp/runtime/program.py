@@ -215,6 +215,7 @@ class Runner:
             "slots": _slots,
             "steal": tensors_from_handles,
             "expect": _expect,
+            "bounds": slice_bounds,
             "torch": torch,
         }
         self.lines: list[str] = []
@@ -392,22 +393,30 @@ class Runner:
         for d, n in enumerate(b.shape):
             if isinstance(n, ix.Poly) and n.is_atom:
                 self._bind(n, f"{b.name}.size({d})", {n.terms[0][0][0].key})
-        self._host_sizes({v.name for v in self.symbols} | {v.name for v in self._python_symbols()})
+        self._host_sizes({v.name for v in (*self.symbols, *self._python_symbols())})
         self.lines.append(f"{b.name} = expect({b.name}, {self._tuple(b.shape)}, {self._tuple(b.strides)})")
 
     def _tensor_name(self, name: str) -> str:
         return self.names[self.plan.find(name)] if self.plan.find(name) in self.names else self.names[name]
 
     def _host_step(self, call: Call) -> None:
-        """A number read from a tensor, or a condition that must hold."""
+        """A number read from a tensor, the bounds of a slice, or a condition that must hold."""
         args = [self._argument(a) for a in call.args]
         where = user_location(call.node)
         comment = f"    # {where}" if where else ""
         if call.node.target is torch.ops.aten._assert_scalar.default:
             self.lines.append(f"if not {args[0]}: raise RuntimeError({args[1]}){comment}")
             return
-        (number,) = call.results
-        self._bind(number, f"{args[0]}.item()", {number.terms[0][0][0].key})
+        if call.node.target is torch.ops.aten.slice.Tensor:
+            n, start, end, step, offset, stride = args
+            self.lines.append(f"begin, length = bounds({n}, {start}, {end}, {step}){comment}")
+            sources: tuple[str, ...] = ("length", "begin", f"{offset} + begin * {stride}")
+        else:
+            sources = (f"{args[0]}.item()",)
+        for number, source in zip(call.results, sources, strict=True):
+            if isinstance(number, ix.Poly) and number.is_atom:
+                self._bind(number, source, {number.terms[0][0][0].key})
+        self._host_sizes({v.name for v in (*self.symbols, *self._python_symbols())})
 
     def _extern(self, call: Call) -> None:
         target = f"op_{len(self.globals)}"
@@ -492,6 +501,12 @@ def make_function(name: str, source: str, values: dict[str, Any]) -> Callable[[l
 def _slots(n: int) -> tuple[Any, int]:
     array = (ctypes.c_int64 * n)()
     return array, ctypes.addressof(array)
+
+
+def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
+    """(first position, length) of a slice of n elements."""
+    places = range(*slice(start, end, step).indices(n))
+    return places.start, len(places)
 
 
 def _expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

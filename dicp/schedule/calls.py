@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 import torch.fx as fx
 
 from dicp.errors import UnsupportedOp
 from dicp.ir import expr as ex
+from dicp.ir.expr import Expr
 from dicp.ir.printer import user_location
-from dicp.ir.value import Shape, Value
+from dicp.ir.value import Indices, Shape, Value
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View
 from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
 from dicp.schedule.traced import is_strided, note_of, returns_views
@@ -43,6 +45,27 @@ def host_step(low: Lowering, node: fx.Node) -> Any:
     """A number read from a tensor, or a condition on sizes: work of the calling Python, and no operator."""
     args = tuple(_as_traced(low, a) for a in node.args)
     return _add_call(low, node, args, {}, None, None, "extern", host=True)
+
+
+def slice_read_from_data(low: Lowering, node: fx.Node) -> Value:
+    """A slice between positions that are known only while the program runs: the host works out where it
+    begins and how long it is."""
+    given: tuple[Any, ...] = node.args
+    defaults: tuple[Any, ...] = (None, 0, None, None, 1)
+    x, dim, start, end, step = given + defaults[len(given) :]
+    base, val = x.meta["val"], node.meta["val"]
+    dim = dim % base.dim()
+    first = low.symbols.index(sympy.Symbol(f"u_{node.name}", integer=True, nonnegative=True))
+    results = (low.index(val.shape[dim]), first, low.index(val.storage_offset()))
+    numbers = (base.shape[dim], start, end, step, base.storage_offset(), base.stride(dim))
+    args = tuple(_as_traced(low, n) for n in numbers)
+    low.out.defs.append(Call((), note_of(node), node, args, {}, None, results, host=True))
+    value = low.values[x]
+
+    def element(idx: Indices) -> Expr:
+        return value((*idx[:dim], idx[dim] * step + first, *idx[dim + 1 :]))  # type: ignore[no-any-return]
+
+    return Value(low._sizes(val.shape), val.dtype, element)
 
 
 def effect(low: Lowering, node: fx.Node) -> Any:

@@ -28,7 +28,7 @@ from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
 from dicp.ops.table import Declined, table
-from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused
+from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused, slice_read_from_data
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.results import finish
 from dicp.schedule.splitting import split_extent
@@ -151,11 +151,10 @@ class Lowering:
             return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
         val = node.meta.get("val")
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
-            if node.meta.get("unbacked_bindings"):
-                if node.target is aten._local_scalar_dense.default:
-                    host_step(self, node)
-                else:
-                    extern(self, node, "a size read from data")
+            if node.target is aten._local_scalar_dense.default and isinstance(val, torch.SymInt):
+                host_step(self, node)
+            elif node.meta.get("unbacked_bindings"):
+                extern(self, node, "a size read from data")
             return self.index(val)
         if node.target is aten._local_scalar_dense.default and isinstance(val, torch.SymFloat):
             source = self.values[node.args[0]]  # type: ignore[index]
@@ -169,6 +168,8 @@ class Lowering:
             return host_step(self, node)
         if higher_order_name(node.target) == "with_effects":
             return effect(self, node)
+        if node.target is aten.slice.Tensor and node.meta.get("unbacked_bindings") and lowerable(node):
+            return slice_read_from_data(self, node)
         if is_misuse(node):
             return misused(self, node)
         if node in self.claims:

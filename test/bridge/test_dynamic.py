@@ -168,3 +168,25 @@ def test_memory_of_sizes_that_look_negative() -> None:
         sum((y * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum() for y in fn(x)).backward()
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
+
+
+FROM_DATA = {
+    "pieces": lambda x, k: [t * 2 for t in torch.tensor_split(x, torch.stack([k, k + 9, k - 3]), dim=1)],
+    "views": lambda x, k: torch.tensor_split(x, torch.stack([k, k + 1]), dim=1),
+    "to_the_end": lambda x, k: x[:, k.item() :] * 2,
+    "summed": lambda x, k: x.cumsum(1)[:, k.item() : 3].exp().sum(1),
+    "another_rank": lambda x, k: torch.unique_consecutive(x, return_counts=True, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", FROM_DATA)
+def test_slices_between_positions_read_from_data(name: str) -> None:
+    """Where one begins was taken unclamped, and sums over one had no elements."""
+    x, fn = torch.arange(8.0).reshape(2, 4), FROM_DATA[name]
+    settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(**settings):
+        f = torch.compile(fn, backend="dicp_cpu")
+        for k in (1, 2, -2):
+            expected, got = fn(x, torch.tensor(k)), f(x, torch.tensor(k))
+            assert isinstance(expected, torch.Tensor) or len(expected) == len(got)
+            torch.testing.assert_close(got, expected)
