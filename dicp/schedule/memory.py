@@ -4,8 +4,8 @@ Buffers whose lifetimes do not overlap share memory. Static sizes: offsets are c
 each at the
 lowest offset free during its life. Symbolic sizes: a freed slot is taken by a buffer of provably equal size.
 In-place reuse comes first: a kernel's result takes over the buffer of an operand that dies there and is read
-only at the
-position written.
+only at the position written. Where that is a library's buffer and the arena has room at that time anyway, the
+result moves there, and the library's buffer is freed sooner.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ class _Life:
     end: int
 
 
+@dataclass(eq=False)
+class _Placed:
+    """A buffer's life and its bytes of the arena: [offset, end)."""
+
+    offset: int
+    end: int
+    life: _Life
+
+
 def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
     plan = Plan()
     for b in lowered.buffers.values():
@@ -64,7 +73,9 @@ def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
     ]
     plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
     if all(isinstance(life.nbytes, int) for life in lives):
-        _greedy_by_size(lives, plan)
+        placed = _greedy_by_size(lives, plan)
+        _leave_libraries(placed, lowered, plan, start, end)
+        plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
     else:
         _by_equal_size(lives, plan)
     return plan
@@ -131,32 +142,66 @@ def _aligned(n: Index) -> Index:
     return ix.floordiv(n + (ALIGN - 1), ALIGN) * ALIGN
 
 
-def _greedy_by_size(lives: list[_Life], plan: Plan) -> None:
-    placed: list[tuple[int, int, _Life]] = []  # (offset, end offset, life)
-    size = 0
+def _greedy_by_size(lives: list[_Life], plan: Plan) -> list[_Placed]:
+    placed: list[_Placed] = []
     for life in sorted(lives, key=lambda x: (-x.nbytes, x.start)):  # type: ignore[operator]
-        assert isinstance(life.nbytes, int)
-        at = 0
-        for lo, hi, other in sorted(placed, key=lambda p: p[0]):
-            if other.end < life.start or life.end < other.start:
-                continue
-            if at + life.nbytes <= lo:
-                break
-            at = max(at, hi)
-        placed.append((at, at + life.nbytes, life))
-        plan.offset[life.name] = at
-        size = max(size, at + life.nbytes)
-    plan.size = size
+        _place(life, _lowest_gap(life, placed), placed, plan)
+    plan.size = max((p.end for p in placed), default=0)
+    plan.lower_bound = _most_alive(placed)
+    return placed
+
+
+def _lowest_gap(life: _Life, placed: list[_Placed]) -> int:
+    at = 0
+    for other in sorted(placed, key=lambda p: p.offset):
+        if other.life.end < life.start or life.end < other.life.start:
+            continue
+        if at + life.nbytes <= other.offset:  # type: ignore[operator]
+            break
+        at = max(at, other.end)
+    return at
+
+
+def _place(life: _Life, at: int, placed: list[_Placed], plan: Plan) -> None:
+    assert isinstance(life.nbytes, int)
+    placed.append(_Placed(at, at + life.nbytes, life))
+    plan.offset[life.name] = at
+
+
+def _leave_libraries(
+    placed: list[_Placed], lowered: Lowered, plan: Plan, start: dict[str, int], end: dict[str, int]
+) -> None:
+    """Move what took over a library's buffer into the arena, where that does not grow it."""
+    assert isinstance(plan.size, int)
+    guests: dict[str, list[str]] = {}
+    for name in plan.root:
+        guests.setdefault(plan.find(name), []).append(name)
+    for host, names in guests.items():
+        if lowered.buffers[host].kind != "library" or any(lowered.buffers[n].kind != "temp" for n in names):
+            continue
+        first = min(names, key=lambda n: start[n])
+        life = _Life(first, _aligned(lowered.buffers[first].nbytes), start[first], end[host])
+        at = _lowest_gap(life, placed)
+        if at + life.nbytes > plan.size:  # type: ignore[operator]
+            continue
+        _place(life, at, placed, plan)
+        for name in names:
+            plan.root[name] = first
+        end[first], end[host] = end[host], start[first]
+    plan.lower_bound = _most_alive(placed)
+
+
+def _most_alive(placed: list[_Placed]) -> int:
+    """The most bytes that are alive at once."""
     events: dict[int, int] = {}
-    for life in lives:
-        assert isinstance(life.nbytes, int)
-        events[life.start] = events.get(life.start, 0) + life.nbytes
-        events[life.end + 1] = events.get(life.end + 1, 0) - life.nbytes
+    for p in placed:
+        events[p.life.start] = events.get(p.life.start, 0) + p.end - p.offset
+        events[p.life.end + 1] = events.get(p.life.end + 1, 0) - (p.end - p.offset)
     alive = peak = 0
     for k in sorted(events):
         alive += events[k]
         peak = max(peak, alive)
-    plan.lower_bound = peak
+    return peak
 
 
 def _by_equal_size(lives: list[_Life], plan: Plan) -> None:

@@ -136,6 +136,26 @@ def test_result_takes_over_the_memory_of_a_dying_operand() -> None:
     assert p.plan.find(second.args[0].buffer.name) == first.outputs[0].name
 
 
+ALLOCATING = Kernels({"mm": Claim("mm", lambda writer, call: [])})
+
+
+def test_a_librarys_memory_is_taken_over_where_the_arena_would_grow() -> None:
+    p = compiled(lambda x, w: (x @ w).relu() @ w, (8, 8), (8, 8), vendor=ALLOCATING)
+    first, second = p.library_calls
+    assert p.plan.find(second.args[0].buffer.name) == first.outputs[0].name
+    assert p.plan.size == 0
+
+
+def test_a_librarys_memory_is_left_where_the_arena_has_room() -> None:
+    p = compiled(lambda x, w: (x.exp() @ w).relu() @ w, (8, 8), (8, 8), vendor=ALLOCATING)
+    check_plan(p)
+    first, second = p.library_calls
+    operand = second.args[0].buffer.name
+    assert p.plan.find(operand) == operand and p.plan.size == 8 * 8 * 4
+    relu = next(k for k, i in enumerate(p.items) if operand in {b.name for b in touched(i)[1]})
+    assert p.plan.last_use[first.outputs[0].name] == relu, "the library's buffer is freed after its last reader"
+
+
 def test_operand_that_is_read_later_keeps_its_memory() -> None:
     p = compiled(lambda x, w: ((a := x @ w).exp() @ w) + a, (8, 8), (8, 8), vendor=LIBRARY)
     assert not p.plan.root
