@@ -390,6 +390,11 @@ class _Fusion:
         return out
 
 
+def _is_variable(i: Index) -> bool:
+    """Whether an index is a loop variable by itself; an atom may also be a quotient or a remainder."""
+    return isinstance(i, ix.Poly) and i.is_atom and isinstance(i.terms[0][0][0], Var)
+
+
 def _atom(i: Index) -> Var:
     assert isinstance(i, ix.Poly) and i.is_atom
     return i.terms[0][0][0]  # type: ignore[return-value]
@@ -490,7 +495,7 @@ def _unify(pairs: list[tuple[Index, Index]], d: Def) -> tuple[Mapping | None, di
     refine: dict[Var, list[Var]] = {}
     later: list[tuple[Index, Index]] = []
     for mine, theirs in pairs:
-        if isinstance(mine, ix.Poly) and mine.is_atom and isinstance(mine.terms[0][0][0], Var):
+        if _is_variable(mine):
             v = _atom(mine)
             if v in mapping:
                 later.append((mine, theirs))
@@ -499,7 +504,7 @@ def _unify(pairs: list[tuple[Index, Index]], d: Def) -> tuple[Mapping | None, di
             if line is None or ix.product(a.size for a in line if a.size is not None) != v.size:
                 return None, {}
             mapping[v] = theirs
-        elif isinstance(mine, ix.Poly) and isinstance(theirs, ix.Poly) and theirs.is_atom:
+        elif isinstance(mine, ix.Poly) and _is_variable(theirs):
             parts = _linearization(mine)
             g = _atom(theirs)
             if (

@@ -267,3 +267,11 @@ def test_equal_layers_have_one_digest() -> None:
 
 def test_names_say_what_was_fused() -> None:
     assert names(compiled(lambda x, r: F.layer_norm(x + r, (8,)).relu(), (4, 8), (4, 8)))[0].endswith("relu")
+
+
+def test_a_variable_against_a_remainder_of_another_does_not_fuse_by_it() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x.reshape(x.shape[-1], -1)
+        return torch.cos(x[1:].unflatten(-3, (2, -1))), torch.log_softmax(rows, 0)
+
+    compiled(fn, (5, 8, 8, 8))

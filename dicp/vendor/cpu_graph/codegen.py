@@ -522,16 +522,22 @@ class _KernelWriter:
         if s.kind.startswith("arg"):
             self._scan_position(s, value, kind, scope, before, init)
             return
-        before.append(f"{kind} {state} = {init(literal(_identity(s), s.value.dtype))};")
+        # eager's running sums and products of float32 are float64: rounding at each step would add up
+        wide = s.kind in ("sum", "prod") and s.value.dtype == torch.float32
+        dtype = torch.float64 if wide else s.value.dtype
+        own = (VECTOR if vectors else SCALAR)[dtype]
+        start = literal(_identity(s), dtype)
+        before.append(f"{own} {state} = {f'splat<{own}>({start})' if vectors else start};")
+        operand = f"cast<{own}>({value})" if wide else value
         step = {
-            "sum": f"{state} + {value}",
-            "prod": f"{state} * {value}",
-            "max": f"maximum({state}, {value})",
-            "min": f"minimum({state}, {value})",
-            "logsumexp": f"log_add_exp({state}, {value})",
+            "sum": f"{state} + {operand}",
+            "prod": f"{state} * {operand}",
+            "max": f"maximum({state}, {operand})",
+            "min": f"minimum({state}, {operand})",
+            "logsumexp": f"log_add_exp({state}, {operand})",
         }[s.kind]
         scope.lines.append(f"{state} = {step};" + (f"  // {s.note}" if s.note else ""))
-        scope.lines.append(f"const {kind} {s.refs[0]} = {state};")
+        scope.lines.append(f"const {kind} {s.refs[0]} = {f'cast<{kind}>({state})' if wide else state};")
         self.writer.refs[s.refs[0]] = (s.refs[0], vectors)
 
     def _scan_position(self, s: Scan, value: str, kind: str, scope: Scope, before: list[str], init) -> None:  # type: ignore[no-untyped-def]

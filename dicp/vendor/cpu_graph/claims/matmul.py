@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def mm(node: fx.Node, eager: bool) -> Claim | None:
         return Claim(
             "mm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
+            prepare=_operands(weight=1),
         )
     return Claim(
         "mm: BLAS",
@@ -86,7 +88,7 @@ def addmm(node: fx.Node, eager: bool) -> Claim | None:
         return Claim(
             "addmm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
-            prepare=dense(0),
+            prepare=_operands(0, weight=2),
         )
     return Claim(
         "addmm: BLAS",
@@ -129,6 +131,31 @@ def baddbmm(node: fx.Node) -> Claim | None:
     )
 
 
+def _operands(*positions: int, weight: int) -> Callable[..., Sequence[Any]]:
+    """Dense operands at `positions`, and a weight of which one dim is: oneDNN refuses the strides of some
+    others (rows that overlap with those before), and copies all."""
+    as_dense = dense(*positions)
+
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        args = list(as_dense(lowering, node, args))
+        view = lowering.operand(args[weight])
+        args[weight] = view if _nests(view) else lowering.operand(args[weight], dense=True)
+        return args
+
+    return prepare
+
+
+def _nests(v: View) -> bool:
+    """Whether a matrix is rows, or columns, one behind the other, as far as strides are numbers."""
+    for inner, outer in ((-1, -2), (-2, -1)):
+        if v.strides[inner] == 1 or v.shape[inner] == 1:
+            step, length = v.strides[outer], v.shape[inner]
+            known = isinstance(step, int) and isinstance(length, int)
+            if v.shape[outer] == 1 or not known or step >= length:  # type: ignore[operator]
+                return True
+    return False
+
+
 def linear(node: fx.Node) -> Claim | None:
     x, weight, bias, other = (*node.args, None, None, None, None)[:4]
     act = argument(node, 4, "act", "none")
@@ -143,7 +170,7 @@ def linear(node: fx.Node) -> Claim | None:
             c.args[3] if len(c.args) > 3 else None,
             act,
         ),
-        prepare=dense(2, 3),
+        prepare=_operands(2, 3, weight=1),
     )
 
 
