@@ -131,6 +131,8 @@ def _reuse_in_place(
                     and source.nbytes == out.nbytes
                     and owner.nbytes == out.nbytes
                     and source.dtype.itemsize == out.dtype.itemsize
+                    # Python hands the library's tensor on as it is
+                    and (owner.kind == "temp" or owner.dtype == out.dtype)
                 ):
                     plan.root[out.name] = root
                     taken.add(root)

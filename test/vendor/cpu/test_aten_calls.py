@@ -158,6 +158,24 @@ def test_errors_are_those_of_eager(name: str) -> None:
         assert type(got) is type(expected) and str(got) == str(expected)
 
 
+@torch.library.custom_op("aten_calls::whole", mutates_args=())
+def whole(x: torch.Tensor) -> torch.Tensor:
+    assert x.dtype == torch.int32
+    return x.clone()
+
+
+whole.register_fake(torch.empty_like)
+
+
+def test_memory_of_a_library_is_not_taken_over_by_another_dtype() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        sums = torch.histc(x, 4, 0, 3).cumsum(0, dtype=torch.int32)
+        return torch.ops.aten_calls.whole(sums) + 1
+
+    x = torch.rand(64) * 3
+    torch.testing.assert_close(compiled(fn)(x), fn(x))
+
+
 def test_symbolic_sizes() -> None:
     def fn(x: torch.Tensor) -> Any:
         return torch.rand(x.shape[0], 3) + torch.linalg.svdvals(x)[0] + (x > 0).nonzero().sum()
