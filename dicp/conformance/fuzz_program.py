@@ -119,15 +119,17 @@ class Program:
     gradient: bool
     sizes2: tuple[tuple[int, ...], ...] = ()
 
-    def source(self, noisy: bool = False) -> str:
+    def source(self, noisy: bool = False, copies: frozenset[str] = frozenset()) -> str:
         """The function's text. noisy: for the reference, in fp64 and with `push` around rounding
-        statements.
+        statements; copies: results that are copies in the program, and would be their operands in fp64.
         """
         lines = [f"def f({', '.join(i.name for i in self.inputs)}):"]
         for s in self.body:
             line = s.source()
             if noisy and s.noisy and s.out is not None:
                 line = f"{s.out} = push({s.text.format(*s.args)}, {s.out!r})"
+            if noisy and s.out in copies:
+                line += ".clone()"
             lines.append("    " + line)
         lines.append(f"    return ({''.join(o + ', ' for o in self.outputs)})")
         text = "\n".join(lines)
@@ -183,10 +185,16 @@ def reference(
         a.detach().to(torch.float64).requires_grad_(a.requires_grad) if a.dtype.is_floating_point else a
         for a in args
     ]
+    kinds = {i.name: a.dtype for i, a in zip(p.inputs, args, strict=True)} | dtypes
+    copies = frozenset(
+        s.out
+        for s in p.body
+        if s.out is not None and ".to(" in s.text and kinds.get(s.args[0]) != kinds.get(s.out)
+    )
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return run(function(p.source(noisy=True), push=push), p, wide)
+        return run(function(p.source(noisy=True, copies=copies), push=push), p, wide)
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     finally:

@@ -183,8 +183,10 @@ def _leave_libraries(
             continue
         first = min(names, key=lambda n: start[n])
         life = _Life(first, _aligned(lowered.buffers[first].nbytes), start[first], end[host])
+        if not isinstance(life.nbytes, int):
+            continue
         at = _lowest_gap(life, placed)
-        if at + life.nbytes > plan.size:  # type: ignore[operator]
+        if at + life.nbytes > plan.size:
             continue
         _place(life, at, placed, plan)
         for name in names:

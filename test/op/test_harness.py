@@ -333,3 +333,17 @@ def test_programs_are_reproducible() -> None:
     from dicp.conformance.fuzz_program import generate
 
     assert all(generate(k).source() == generate(k).source() for k in range(20))
+
+
+def test_the_reference_copies_where_the_program_does() -> None:
+    """In float64 `.to(torch.bfloat16)` would be its operand, and a write to it a write to the argument."""
+    from dicp.conformance.fuzz_program import Input, Program, Statement, eager_dtypes, inputs_of, reference
+
+    low = Statement("v0", "{0}.to(torch.bfloat16)", ("x0",), True, "cast")
+    negate = Statement(None, "{0}.neg_()", ("v0",), False, "write")
+    p = Program(1, (Input("x0", (3,), "float32", requires_grad=True),), (low, negate), ("v0", "x0"), False, True)
+    (x,) = inputs_of(p)
+    found = reference(p, [x], eager_dtypes(p, inputs_of(p)), 0)
+    assert found is not None
+    (v, kept), (grad,), _ = found
+    assert torch.equal(v, -x.double()) and torch.equal(kept, x.double()) and grad is not None

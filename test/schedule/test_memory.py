@@ -156,6 +156,12 @@ def test_a_librarys_memory_is_left_where_the_arena_has_room() -> None:
     assert p.plan.last_use[first.outputs[0].name] == relu, "the library's buffer is freed after its last reader"
 
 
+def test_a_librarys_tensor_keeps_its_dtype() -> None:
+    """What takes over its memory is handed on as that tensor."""
+    p = compiled(lambda x, w: (x @ w).int() @ w.int(), (8, 8), (8, 8), vendor=ALLOCATING)
+    assert all(p.lowered.buffers[a].dtype == p.lowered.buffers[b].dtype for a, b in p.plan.root.items())
+
+
 def test_operand_that_is_read_later_keeps_its_memory() -> None:
     p = compiled(lambda x, w: ((a := x @ w).exp() @ w) + a, (8, 8), (8, 8), vendor=LIBRARY)
     assert not p.plan.root
