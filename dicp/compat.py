@@ -489,13 +489,20 @@ def storage_users(t: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined, no-any-return]
 
 
+@functools.cache
+def torch_library() -> ctypes.CDLL | None:
+    """A handle on torch's CPU library, which is loaded already; None where torch is built otherwise."""
+    try:
+        return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    except OSError:
+        return None
+
+
 def library_error() -> str:
     """What torch said of the last call through its C interface that failed in this thread; empty on torch
     2.11 and 2.12, which write it to stderr and keep nothing."""
-    try:
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
-        said = library.torch_exception_get_what_without_backtrace
-    except (OSError, AttributeError):
+    said = getattr(torch_library(), "torch_exception_get_what_without_backtrace", None)
+    if said is None:
         return ""
     said.restype, said.argtypes = ctypes.c_char_p, ()
     return (said() or b"").decode(errors="replace")

@@ -36,9 +36,14 @@ def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
 
 def left_over(low: Lowering, node: fx.Node, why: str) -> Any:
     """A node that neither a claim nor a rule serves: the vendor's own call of the aten op, else an extern."""
-    aten_call = getattr(low.vendor, "aten_call", None)
-    claim = None if aten_call is None else aten_call(node, low.config)
+    claim = _aten_call(low, node)
     return extern(low, node, why) if claim is None else library(low, node, claim)
+
+
+def _aten_call(low: Lowering, node: fx.Node) -> Any:
+    """The vendor's own call of the node's aten op, None where it has none."""
+    own = getattr(low.vendor, "aten_call", None)
+    return None if own is None else own(node, low.config)
 
 
 def host_step(low: Lowering, node: fx.Node) -> Any:
@@ -76,8 +81,7 @@ def effect(low: Lowering, node: fx.Node) -> Any:
     with graph.inserting_before(node):
         plain = graph.call_function(op, tuple(rest), dict(node.kwargs))  # type: ignore[arg-type]
     plain.meta = {**node.meta, "val": None}
-    aten_call = getattr(low.vendor, "aten_call", None)
-    claim = aten_call(plain, low.config) if aten_call is not None and not _returns(op) else None
+    claim = None if _returns(op) else _aten_call(low, plain)
     if claim is None:
         graph.erase_node(plain)
         return extern(low, node, "an effect")

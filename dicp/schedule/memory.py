@@ -71,13 +71,12 @@ def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
         for n in start
         if plan.find(n) == n and lowered.buffers[n].kind == "temp"
     ]
-    plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
     if all(isinstance(life.nbytes, int) for life in lives):
         placed = _greedy_by_size(lives, plan)
         _leave_libraries(placed, lowered, plan, start, end)
-        plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
     else:
         _by_equal_size(lives, plan)
+    plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
     return plan
 
 

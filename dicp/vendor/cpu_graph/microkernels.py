@@ -3,13 +3,12 @@ generated tiles (include/dicp_attention.h) are built around."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from dicp.compat import torch_library
 from dicp.vendor.cpu_graph import toolchain
 
 _SYMBOLS = {
@@ -31,10 +30,7 @@ def serves(dtype: torch.dtype | None, config: Any) -> bool:
 
 @functools.cache
 def _available() -> frozenset[torch.dtype]:
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not library.exists():
-        return frozenset()
-    exported = ctypes.CDLL(str(library))  # loaded already: a second handle on it
+    exported = torch_library()
     flags = toolchain.cpu_flags()
     return frozenset(
         dtype

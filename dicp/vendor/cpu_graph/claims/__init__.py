@@ -23,10 +23,7 @@ def claim_for(node: fx.Node, config: Any) -> Claim | None:
     make = _table().get(node.target)
     if make is None or _empty(node):
         return None
-    eager = config.numerics == "eager"
-    if make in (attention.attention, attention.flash):
-        return make(node, eager, config)
-    return make(node, eager) if make in (matmul.mm, matmul.addmm) else make(node)
+    return make(node, config)
 
 
 def _empty(node: fx.Node) -> bool:

@@ -117,9 +117,9 @@ def _mask_strides(mask: View) -> list[Any]:
 # -- claims ------------------------------------------------------------------------------------------------
 
 
-def attention(node: fx.Node, eager: bool, config: Any) -> Claim | None:
+def attention(node: fx.Node, config: Any) -> Claim | None:
     causal, scale = argument(node, 4, "causal", False), argument(node, 5, "scale", None)
-    if not eager:
+    if config.numerics != "eager":
         tiled = _tiled(
             node, node.args[3], lambda w, c: _emit_tiles(w, c, c.args[3], causal, scale), config
         )
@@ -143,10 +143,10 @@ def attention(node: fx.Node, eager: bool, config: Any) -> Claim | None:
     return Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2, 3))
 
 
-def flash(node: fx.Node, eager: bool, config: Any) -> Claim | None:
+def flash(node: fx.Node, config: Any) -> Claim | None:
     p, causal = argument(node, 3, "dropout_p", 0.0), argument(node, 4, "is_causal", False)
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
-    if not eager and p == 0.0:
+    if config.numerics != "eager" and p == 0.0:
         tiled = _tiled(
             node, mask, lambda w, c: _emit_tiles(w, c, c.kwargs.get("attn_mask"), causal, scale), config
         )
@@ -171,7 +171,7 @@ def flash(node: fx.Node, eager: bool, config: Any) -> Claim | None:
     return Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2))
 
 
-def flash_backward(node: fx.Node) -> Claim | None:
+def flash_backward(node: fx.Node, config: Any) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         tensors, p, causal = c.args[:6], c.args[6], c.args[7]
         w.call(

@@ -68,9 +68,9 @@ def argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def full_args(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments by the schema, defaults filled in."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+def full_args(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """One value per argument of the op's schema, defaults filled in."""
+    schema = op._schema.arguments
     return [args[k] if k < len(args) else kwargs.get(a.name, a.default_value) for k, a in enumerate(schema)]
 
 

@@ -76,7 +76,7 @@ def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence
     return (*wanted, *rest)
 
 
-def convolution(node: fx.Node) -> Claim | None:
+def convolution(node: fx.Node, config: Any) -> Claim | None:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return None
 
@@ -98,7 +98,7 @@ def convolution(node: fx.Node) -> Claim | None:
     return Claim("convolution: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
 
 
-def conv(node: fx.Node) -> Claim | None:
+def conv(node: fx.Node, config: Any) -> Claim | None:
     act = argument(node, 8, "act", "none")
 
     def emit(w: Any, c: Call) -> None:
@@ -153,7 +153,7 @@ def conv(node: fx.Node) -> Claim | None:
     return Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare)
 
 
-def convolution_backward(node: fx.Node) -> Claim | None:
+def convolution_backward(node: fx.Node, config: Any) -> Claim | None:
     if dtype_of(node.args[0]) not in (*FLOATS, torch.float64):
         return None
 

@@ -7,7 +7,6 @@ and quantised tensors) is not claimed and stays an extern.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import no_overlap
 from dicp.schedule.traced import is_strided, returns_views
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import SHIM, aten
+from dicp.vendor.cpu_graph.claims.common import SHIM, aten, full_args
 from dicp.vendor.cpu_graph.segment import DTYPE_CODES
 
 # Draws from torch's generator, in eager's order: equal seeds give equal numbers.
@@ -86,7 +85,7 @@ def aten_call(node: fx.Node) -> Claim | None:
         return None
     if not _results_carried(node):
         return None
-    given = list(zip(op._schema.arguments, arguments(op, node.args, node.kwargs), strict=True))
+    given = list(zip(op._schema.arguments, full_args(op, node.args, node.kwargs), strict=True))
     if op in SHIM_CALLS:
         plain = all(carried(a.type, v) or _is_scalar(a.type, v) for a, v in given)
         return Claim(f"{op._opname}: ATen", _shim_call, as_traced=True) if plain else None
@@ -98,15 +97,6 @@ def aten_call(node: fx.Node) -> Claim | None:
 def _is_scalar(kind: Any, value: Any) -> bool:
     """Whether it is a Scalar that C's double stands for."""
     return kind.kind() == "NumberType" and isinstance(value, (int, float))
-
-
-def arguments(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """One value per argument of the schema, defaults filled in."""
-    schema = op._schema.arguments
-    return [
-        args[k] if k < len(args) else kwargs[a.name] if a.name in kwargs else a.default_value
-        for k, a in enumerate(schema)
-    ]
 
 
 def _results_carried(node: fx.Node) -> bool:
@@ -166,7 +156,7 @@ def _emit(w: Any, call: Call) -> None:
     op = call.node.target
     if op is aten._conj.default:  # a view with a mark, which memory alone does not show
         op = aten._conj_physical.default
-    values = arguments(op, call.args, call.kwargs)
+    values = full_args(op, call.args, call.kwargs)
     words = [word(w, a.type, v) for a, v in zip(op._schema.arguments, values, strict=True)]
     lists = op._schema.returns[0].type.kind() == "ListType" if op._schema.returns else False
     w.dispatch(call, f"aten::{op._opname}", op._schema.overload_name, words, returns_views(call.node), lists)
@@ -209,7 +199,7 @@ def _double(x: float) -> str:
 def _shim_call(w: Any, call: Call) -> None:
     op = call.node.target
     given = []
-    for a, v in zip(op._schema.arguments, arguments(op, call.args, call.kwargs), strict=True):
+    for a, v in zip(op._schema.arguments, full_args(op, call.args, call.kwargs), strict=True):
         scalar = a.type.kind() in ("NumberType", "FloatType")
         given.append(w.tensor(v) if isinstance(v, View) else _double(float(v)) if scalar else w.text(v))
     w.call(call, SHIM + SHIM_CALLS[op], given)

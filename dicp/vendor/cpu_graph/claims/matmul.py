@@ -47,10 +47,10 @@ def _transposed(v: View) -> View:
     )
 
 
-def mm(node: fx.Node, eager: bool) -> Claim | None:
+def mm(node: fx.Node, config: Any) -> Claim | None:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return None
-    if not eager and prefers_onednn(dtype_of(node)) and not _for_blas(node):  # type: ignore[arg-type]
+    if config.numerics != "eager" and prefers_onednn(dtype_of(node)) and not _for_blas(node):  # type: ignore[arg-type]
         return Claim(
             "mm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
@@ -77,14 +77,14 @@ def _for_blas(node: fx.Node) -> bool:
     return left.stride(-1) != 1 or (nbytes >= LARGE_RESULT and rows >= MANY_ROWS)
 
 
-def addmm(node: fx.Node, eager: bool) -> Claim | None:
+def addmm(node: fx.Node, config: Any) -> Claim | None:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return None
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = node.args[0].meta["val"]  # type: ignore[union-attr]
     columns = node.meta["val"].shape[-1]
     plain = bias.dim() == 1 and known_equal(bias.shape[0], columns) and beta == 1 and alpha == 1
-    if not eager and plain and prefers_onednn(dtype_of(node)) and not _for_blas(node):  # type: ignore[arg-type]
+    if config.numerics != "eager" and plain and prefers_onednn(dtype_of(node)) and not _for_blas(node):  # type: ignore[arg-type]
         return Claim(
             "addmm: oneDNN",
             lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
@@ -106,7 +106,7 @@ def addmm(node: fx.Node, eager: bool) -> Claim | None:
     )  # type: ignore[arg-type]
 
 
-def bmm(node: fx.Node) -> Claim | None:
+def bmm(node: fx.Node, config: Any) -> Claim | None:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return None
     return Claim(
@@ -118,7 +118,7 @@ def bmm(node: fx.Node) -> Claim | None:
     )
 
 
-def baddbmm(node: fx.Node) -> Claim | None:
+def baddbmm(node: fx.Node, config: Any) -> Claim | None:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return None
     beta, alpha = (repr(float(node.kwargs.get(k, 1))) for k in ("beta", "alpha"))  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def _nests(v: View) -> bool:
     return False
 
 
-def linear(node: fx.Node) -> Claim | None:
+def linear(node: fx.Node, config: Any) -> Claim | None:
     x, weight, bias, other = (*node.args, None, None, None, None)[:4]
     act = argument(node, 4, "act", "none")
     return Claim(

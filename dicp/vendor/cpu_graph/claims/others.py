@@ -12,11 +12,11 @@ from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import SHIM, aten, channels_last, full_args, in_layout, lists
 
 
-def pool(node: fx.Node) -> Claim | None:
+def pool(node: fx.Node, config: Any) -> Claim | None:
     backward = node.target is aten.max_pool2d_with_indices_backward.default
 
     def emit(w: Any, c: Call) -> None:
-        args = full_args(node, c.args, c.kwargs)
+        args = full_args(node.target, c.args, c.kwargs)
         tensors = 2 if backward else 1
         kernel, stride, pad, dilation, ceil = args[tensors : tensors + 5]
         pair = [list(x) * (2 // len(x)) if x else [] for x in (kernel, stride, pad, dilation)]
@@ -45,9 +45,9 @@ def pool(node: fx.Node) -> Claim | None:
     return Claim("max_pool2d", emit, strides=strides, prepare=prepare)
 
 
-def dropout(node: fx.Node) -> Claim | None:
+def dropout(node: fx.Node, config: Any) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
-        x, p, train = full_args(node, c.args, c.kwargs)
+        x, p, train = full_args(node.target, c.args, c.kwargs)
         flag = "nullptr"
         if train is not None:
             w.lines.append(f"int32_t train = {int(train)};")
@@ -57,11 +57,11 @@ def dropout(node: fx.Node) -> Claim | None:
     return Claim("native_dropout: eager's generator", emit)
 
 
-def sort(node: fx.Node) -> Claim | None:
+def sort(node: fx.Node, config: Any) -> Claim | None:
     stable = node.target is aten.sort.stable
 
     def emit(w: Any, c: Call) -> None:
-        args = full_args(node, c.args, c.kwargs)
+        args = full_args(node.target, c.args, c.kwargs)
         if not stable:
             x, dim, descending = args
             w.call(c, SHIM + "sort", [w.tensor(x), str(int(dim)), str(int(descending))])
@@ -73,9 +73,9 @@ def sort(node: fx.Node) -> Claim | None:
     return Claim("sort", emit)
 
 
-def topk(node: fx.Node) -> Claim | None:
+def topk(node: fx.Node, config: Any) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
-        x, k, dim, largest, in_order = full_args(node, c.args, c.kwargs)
+        x, k, dim, largest, in_order = full_args(node.target, c.args, c.kwargs)
         w.call(
             c, SHIM + "topk", [w.tensor(x), w.text(k), str(int(dim)), str(int(largest)), str(int(in_order))]
         )
