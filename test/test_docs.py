@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 BLOCK = re.compile(r"^```(?P<info>[^\n]+)\n(?P<body>.*?)^```$", re.S | re.M)
 
 
@@ -91,20 +92,24 @@ def test_pipeline_page_tells_the_layers_as_they_are_tested() -> None:
 
 def test_pages_name_files_that_exist() -> None:
     missing = []
-    for page in ("pipeline.md", "adding_an_op.md", "adding_a_vendor.md"):
+    for page in PAGES:
         for name in re.findall(
-            r"`((?:dicp|test|ir|ops|passes|schedule|runtime|vendor|dynamo_bridge)/[\w./]+)`",
-            (DOCS / page).read_text(),
+            r"`((?:dicp|test|scripts|ir|ops|passes|schedule|runtime|vendor|dynamo_bridge)/[\w./]+)`",
+            page.read_text(),
         ):
             if not any((DOCS.parent / base / name).exists() for base in ("", "dicp")):
-                missing.append(f"{page}: {name}")
+                missing.append(f"{page.name}: {name}")
     assert not missing, missing
 
 
 def test_pages_link_to_pages_that_exist() -> None:
-    for page in ("pipeline.md", "adding_an_op.md", "adding_a_vendor.md"):
-        for link in re.findall(r"\]\(([\w./]+)\)", (DOCS / page).read_text()):
-            assert (DOCS / link).exists(), f"{page}: {link}"
+    for page in PAGES:
+        for link, anchor in re.findall(r"\]\(([\w./]*)(?:#([\w-]+))?\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name}: {link}"
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if anchor else []
+            known = {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+            assert not anchor or anchor in known, f"{page.name}: {link}#{anchor}"
 
 
 def test_grammar_lists_what_the_ir_has() -> None:

@@ -89,8 +89,8 @@ def _summary(rows: Sequence[Row], key: str) -> list[str]:
         n = Counter(r["how"] or r["how_complex"] for r in rows if r[key] == name)
         total = n.total() - n[""]
         covered = n["generated"] + n["library"]
-        shares = [100 * covered / of if of else 100.0 for of in (total, total - n["eager"])]
-        cells = [str(n[w] or "") for w in ways] + [f"{share:.1f} %" for share in shares]
+        shares = [f"{100 * covered / of:.1f} %" if of else "" for of in (total, total - n["eager"])]
+        cells = [str(n[w] or "") for w in ways] + shares
         lines.append(f"| {name} | {n.total()} | {' | '.join(cells)} |")
     return lines
 

@@ -193,8 +193,8 @@ def _table(title: str, table: dict[str, Counter[str]]) -> list[str]:
     lines = [f"{title:24}" + "".join(f"{c:>11}" for c in columns) + f"{'covered':>9}"]
     for name, n in table.items():
         total = sum(n[c] for c in columns if c != "skipped")
-        share = 100 * (n["generated"] + n["library"]) / total if total else 100.0
-        lines.append(f"{name:24}" + "".join(f"{n[c] or '.':>11}" for c in columns) + f"{share:8.1f}%")
+        share = f"{100 * (n['generated'] + n['library']) / total:.1f}%" if total else "."
+        lines.append(f"{name:24}" + "".join(f"{n[c] or '.':>11}" for c in columns) + f"{share:>9}")
     return lines
 
 
