@@ -46,6 +46,29 @@ def check(p: Any, backend: str) -> tuple[Any, bool] | None:
     return None
 
 
+def upstream(p: Any, backend: str, finding: Any, second: bool) -> bool:
+    """Whether `aot_eager`, which is no compiler, goes wrong in the same way, to the same results if to any."""
+    import torch
+
+    from .fuzz_program import alike, function, inputs_of, run
+
+    alone = check(p, "aot_eager") if backend != "aot_eager" else None
+    if alone is None or signature(alone[0]) != signature(finding):
+        return False
+    if finding.kind == "error":
+        return True
+    if finding.kind == "metadata":
+        return str(alone[0].message) == finding.message
+
+    def outcome(name: str) -> Any:
+        torch._dynamo.reset()
+        compiled = torch.compile(function(p.source()), backend=name, dynamic=p.dynamic)
+        results = [run(compiled, p, inputs_of(p, sizes)) for sizes in ((False, True) if second else (False,))]
+        return results[-1]
+
+    return alike(outcome(backend), outcome("aot_eager"))
+
+
 def forked(p: Any, backend: str, seconds: float) -> str:
     """How the program ends in a process of its own: ok | fails | crash | hang. For shrinking what kills
     processes.
@@ -99,9 +122,8 @@ def child(seed: int, first: int, step: int, backend: str, shrinking: bool) -> in
             finding, second = found
             tell({"shrinking": k, "kind": finding.kind, "message": finding.message})
             want = signature(finding)
-            alone = check(p, "aot_eager") if backend != "aot_eager" else None
-            upstream = alone is not None and alone[0].kind == finding.kind
-            if shrinking and not upstream:
+            theirs = upstream(p, backend, finding, second)
+            if shrinking and not theirs:
 
                 def fails(q: Any, want: str = want) -> bool:
                     again = check(q, backend)
@@ -112,9 +134,9 @@ def child(seed: int, first: int, step: int, backend: str, shrinking: bool) -> in
             tell(
                 {
                     "found": k,
-                    "kind": "upstream" if upstream else finding.kind,
+                    "kind": "upstream" if theirs else finding.kind,
                     "message": finding.message,
-                    "signature": "upstream (aot_eager too)" if upstream else signature(finding),
+                    "signature": "upstream (aot_eager too)" if theirs else signature(finding),
                     "script": script(p, backend, second, finding.message),
                 }
             )

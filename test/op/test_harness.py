@@ -347,3 +347,25 @@ def test_the_reference_copies_where_the_program_does() -> None:
     assert found is not None
     (v, kept), (grad,), _ = found
     assert torch.equal(v, -x.double()) and torch.equal(kept, x.double()) and grad is not None
+
+
+def test_a_finding_is_upstreams_only_where_its_results_are_ours() -> None:
+    """AOTAutograd copies the gradient of a result whose elements overlap into memory that overlaps, too."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    from dicp.conformance.fuzz import check, upstream
+    from dicp.conformance.fuzz_program import Input, Program, Statement
+
+    def doubling(gm: torch.fx.GraphModule, inputs: object) -> object:
+        def backward(g: torch.fx.GraphModule, _: object) -> object:
+            return lambda *args: [x if x is None else 2 * x for x in g(*args)]
+
+        return aot_autograd(fw_compiler=lambda g, _: g, bw_compiler=backward)(gm, inputs)
+
+    double = Statement("v0", "{0} * 2", ("x0",), True, "unary")
+    windows = Statement("v1", "{0}.unfold(-1, 2, 1)", ("v0",), False, "view")
+    p = Program(1, (Input("x0", (3,), "float32", requires_grad=True),), (double, windows), ("v1",), False, True)
+    for backend, same in (("cpugraph", True), (doubling, False)):
+        found = check(p, backend)  # type: ignore[arg-type]
+        assert found is not None and found[0].kind == "gradient", "torch does it right: find another example"
+        assert upstream(p, backend, *found) == same  # type: ignore[arg-type]
