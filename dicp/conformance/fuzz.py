@@ -47,7 +47,7 @@ def check(p: Any, backend: str) -> tuple[Any, bool] | None:
 
 
 def upstream(p: Any, backend: str, finding: Any, second: bool) -> bool:
-    """Whether `aot_eager`, which is no compiler, goes wrong in the same way, to the same results if to any."""
+    """Whether `aot_eager`, which is no compiler, goes wrong in the same way, to the same results if any."""
     import torch
 
     from .fuzz_program import alike, function, inputs_of, run
