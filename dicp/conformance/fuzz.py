@@ -50,7 +50,8 @@ def upstream(p: Any, backend: str, finding: Any, second: bool) -> bool:
     """Whether `aot_eager`, which is no compiler, goes wrong in the same way, to the same results if any."""
     import torch
 
-    from .fuzz_program import alike, function, inputs_of, run
+    from .fuzz_program import function, inputs_of, run
+    from .tolerance import alike
 
     alone = check(p, "aot_eager") if backend != "aot_eager" else None
     if alone is None or signature(alone[0]) != signature(finding):
@@ -60,11 +61,11 @@ def upstream(p: Any, backend: str, finding: Any, second: bool) -> bool:
     if finding.kind == "metadata":
         return str(alone[0].message) == finding.message
 
-    def outcome(name: str) -> Any:
+    def outcome(name: str) -> list[Any]:
         torch._dynamo.reset()
         compiled = torch.compile(function(p.source()), backend=name, dynamic=p.dynamic)
         results = [run(compiled, p, inputs_of(p, sizes)) for sizes in ((False, True) if second else (False,))]
-        return results[-1]
+        return [x for part in results[-1] for x in part]
 
     return alike(outcome(backend), outcome("aot_eager"))
 

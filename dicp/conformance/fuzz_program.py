@@ -23,7 +23,6 @@ from .outcome import cotangent
 
 LARGEST = 20_000  # elements of one tensor
 RUNS = 6  # of the noisy reference
-ALIKE = 0.02  # of the largest element: how far two wrong results may lie apart and count as one
 SLACK = 4.0  # how many times the widest wandering is allowed
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
 
@@ -268,22 +267,6 @@ def differs(p: Program, second: bool, eager: Result, actual: Result) -> Finding 
             if why is not None:
                 return Finding(kind, f"{kind} {i} {e.dtype} {tuple(e.shape)}: {why}")
     return None
-
-
-def alike(a: Result, b: Result) -> bool:
-    """Whether two implementations that are both wrong give the same, but for what rounding may do."""
-    pairs = [(x, y) for mine, theirs in zip(a, b, strict=True) for x, y in zip(mine, theirs, strict=True)]
-    tensors = [(x, y) for x, y in pairs if x is not None and y is not None]
-    return len(tensors) == sum(x is not None or y is not None for x, y in pairs) and all(
-        x.shape == y.shape
-        and x.dtype == y.dtype
-        and torch.allclose(x.double(), y.double(), rtol=0, atol=ALIKE * _largest(y), equal_nan=True)
-        for x, y in tensors
-    )
-
-
-def _largest(x: torch.Tensor) -> float:
-    return float(x.double().abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0
 
 
 def _promised(p: Program, second: bool, result: int) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ For every element i of a floating-point result, with a = compiled, e = eager, r 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -40,6 +40,7 @@ ULPS: dict[torch.dtype, float] = {
 
 Wobble = Callable[[], torch.Tensor | None]
 WORST_EAGER = 64.0  # eps: the cap on w
+ALIKE = 0.02  # of the largest element: how far two wrong results may lie apart and count as one
 STEEPEST = 16.0  # eps: an elementwise response above this is a jump
 
 
@@ -84,6 +85,24 @@ def _first(bad: torch.Tensor, actual: torch.Tensor, eager: torch.Tensor, ref: to
 def _finite_max(x: torch.Tensor) -> float:
     finite = x[torch.isfinite(x)]
     return float(finite.max()) if finite.numel() else 0.0
+
+
+def alike(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> bool:
+    """Whether two implementations that are both wrong give the same, but for what rounding may do."""
+    return all(
+        x is y
+        or x is not None
+        and y is not None
+        and (x.shape, x.dtype) == (y.shape, y.dtype)
+        and _near(x.detach().to(wide(x.dtype)), y.detach().to(wide(y.dtype)))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if not is_inexact(x.dtype):
+        return bool(torch.equal(x, y))
+    return torch.allclose(x, y, rtol=0, atol=ALIKE * _finite_max(y.abs()), equal_nan=True)
 
 
 def judge(

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from dicp.conformance import cases, docs, grades, opdb, plan, tolerance
 from dicp.conformance.outcome import Reference
 from dicp.conformance.report import way_of
-from dicp.conformance.unit import CaseResult, UnitResult, promised_strides
+from dicp.conformance.unit import CaseResult, UnitResult, promised_strides, same_fault
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -160,6 +160,23 @@ def test_ways() -> None:
     assert way_of(UnitResult("k", good, graphs=1, library=1, extern=1)) == "extern"
     assert way_of(UnitResult("k", good)) == "eager"
     assert way_of(UnitResult("k", [CaseResult("s0", "fail")], graphs=1)) == "fails"
+
+
+def test_upstream_is_the_same_fault_not_any() -> None:
+    def fault(check: str, message: str) -> CaseResult:
+        return CaseResult("s0", "fail", check, message)
+
+    for check, one, other, same in (
+        ("error", "RuntimeError: u0 <= 10 fails (a.py:3 f)", "(not isolated) RuntimeError: u1 <= 100 fails (a.py:5 f)", True),
+        ("error", "RuntimeError: u0 <= 10", "InductorError: no kernel", False),
+        ("stride", "result 0: compiled (5, 1), eager (0, 1)", "result 0: compiled (5, 1), eager (0, 1)", True),
+        ("stride", "result 0: compiled (1, 5), eager (0, 1)", "result 0: compiled (5, 1), eager (0, 1)", False),
+        ("value", "at (0,): compiled 3.9061, eager 3", "at (0,): compiled 3.9062, eager 3", True),
+        ("value", "at (0,): compiled -3.9, eager 3", "at (0,): compiled 3.9, eager 3", False),
+        ("value", "at (0,): compiled nan, eager 3", "at (0,): compiled 7.0, eager 3", False),
+    ):
+        assert same_fault(fault(check, one), fault(check, other)) == same, (one, other)
+    assert not same_fault(fault("value", "x"), fault("mutation", "x"))
 
 
 def test_promised_strides_take_their_sizes_from_the_result() -> None:
