@@ -241,6 +241,9 @@ def run_group(
             limit.append(why)
             return [CaseResult(case.id, "fail", "error", why, cases_.show(runner.op, case))]
         if limit.count(why) >= SAME_ERROR_ENOUGH:
+            forms = [[pair for pair in group if pair[0].inplace is form] for form in (False, True)]
+            if all(forms):  # often it is the in-place form alone that cannot be compiled
+                return [r for part in forms for r in run_group(runner, part, limit)]
             return [
                 CaseResult(c.id, "fail", "error", f"(not isolated) {why}", cases_.show(runner.op, c))
                 for c, _ in group

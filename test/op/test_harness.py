@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dicp.conformance import cases, docs, grades, opdb, plan, tolerance
-from dicp.conformance.outcome import Reference
+from dicp.conformance.outcome import Outcome, Reference
 from dicp.conformance.report import way_of
-from dicp.conformance.unit import CaseResult, UnitResult, promised_strides, same_fault
+from dicp.conformance.unit import CaseResult, UnitResult, promised_strides, run_group, same_fault
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -177,6 +177,24 @@ def test_upstream_is_the_same_fault_not_any() -> None:
     ):
         assert same_fault(fault(check, one), fault(check, other)) == same, (one, other)
     assert not same_fault(fault("value", "x"), fault("mutation", "x"))
+
+
+def test_what_fails_in_place_says_nothing_of_the_other_form() -> None:
+    class Refuses:
+        op = opdb.find("sin")
+
+        def compiled(self, group: list[cases.Case]) -> list[Outcome]:
+            if any(c.inplace for c in group):
+                raise RuntimeError("no writes")
+            return [Outcome("*", (), ()) for _ in group]
+
+        def judge(self, *_: object) -> None:
+            return None
+
+    group = [cases.Case(f"s{i}", (), {}, (), inplace=2 <= i < 9) for i in range(16)]
+    found = run_group(Refuses(), [(c, Outcome("*", (), ())) for c in group])  # type: ignore[arg-type]
+    assert {r.id for r in found if r.status == "fail"} == {c.id for c in group if c.inplace}
+    assert len(found) == 16 and any("not isolated" in r.message for r in found)
 
 
 def test_promised_strides_take_their_sizes_from_the_result() -> None:
