@@ -218,6 +218,13 @@ class SegmentWriter:
 
     # -- pointers ------------------------------------------------------------------------------------------
 
+    def pointer_to(self, v: View | None) -> str:
+        """The C++ pointer of a window's first element, or nullptr."""
+        if v is None:
+            return "nullptr"
+        start = self.pointer(v.buffer)
+        return start if v.offset == 0 else f"{start} + {self.text(v.offset)}"
+
     def pointer(self, b: Buffer) -> str:
         """The C++ pointer of a buffer, declared at its first use."""
         mine = (

@@ -15,15 +15,22 @@ from dicp.vendor.cpu_graph.claims.common import FLOATS, aten, dtype_of
 from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
 from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn
 
-__all__ = ["claim_for", "cpu_maker", "keeps", "matmul_pays", "prefers_onednn", "supports"]
+__all__ = ["candidates", "claim_for", "cpu_maker", "keeps", "matmul_pays", "prefers_onednn", "supports"]
 
 
 def claim_for(node: fx.Node, config: Any) -> Claim | None:
     """The call for a node; under numerics="eager" the one that eager makes, so that results have its bits."""
+    found = candidates(node, config)
+    return found[0] if found else None
+
+
+def candidates(node: fx.Node, config: Any) -> list[Claim]:
+    """The calls that could serve a node, the heuristic's choice first; one under numerics="eager"."""
     make = _table().get(node.target)
     if make is None or _empty(node):
-        return None
-    return make(node, config)
+        return []
+    found = make(node, config)
+    return found if isinstance(found, list) else [found] if found is not None else []
 
 
 def _empty(node: fx.Node) -> bool:
@@ -43,14 +50,14 @@ def supports(target: Any, node: fx.Node) -> bool:
     if _empty(node):
         return False
     if target is torch.ops.dicp.linear.default:
-        return dtype is not None and prefers_onednn(dtype)
+        return dtype is not None and (prefers_onednn(dtype) or matmul.reads_weights(node))
     if target is torch.ops.dicp.conv.default:
         return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     return dtype in FLOATS
 
 
 @functools.cache
-def _table() -> dict[Any, Callable[..., Claim | None]]:
+def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
     from dicp.ops.library import register
 
     register()

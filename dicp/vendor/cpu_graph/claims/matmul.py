@@ -14,6 +14,7 @@ from dicp.compat import known_equal, size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import FLOATS, SHIM, activation, argument, dense, dtype_of
+from dicp.vendor.cpu_graph.claims.gemv import Operands, gemv
 
 
 @functools.cache
@@ -47,22 +48,52 @@ def _transposed(v: View) -> View:
     )
 
 
-def mm(node: fx.Node, config: Any) -> Claim | None:
-    if dtype_of(node) not in (*FLOATS, torch.float64):
-        return None
-    if config.numerics != "eager" and prefers_onednn(dtype_of(node)) and not _for_blas(node):  # type: ignore[arg-type]
-        return Claim(
-            "mm: oneDNN",
-            lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
-            prepare=_operands(weight=1),
-        )
-    return Claim(
+def mm(node: fx.Node, config: Any) -> list[Claim]:
+    """y = x w. Candidates, as of every function here: the heuristic's own choice first."""
+    dtype = dtype_of(node)
+    if dtype not in (*FLOATS, torch.float64):
+        return []
+    blas = Claim(
         "mm: BLAS",
         lambda w, c: w.call(
             c, SHIM + "mm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]
         ),
         out=True,
     )
+    onednn = Claim(
+        "mm: oneDNN",
+        lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
+        prepare=_operands(weight=1),
+    )
+    return _ordered(node, config, blas, onednn, gemv("mm", node, Operands(0, 1)))
+
+
+FEW_BYTES = 1 << 18
+"""Bytes of weights under which a template's unit, 0.3 s of compiling, saves microseconds."""
+
+
+def _ordered(
+    node: fx.Node, config: Any, blas: Claim | None, onednn: Claim | None, few: Claim | None
+) -> list[Claim]:
+    if config.numerics == "eager" and blas is not None:
+        return [blas]
+    dtype = dtype_of(node)
+    if not _has_onednn(dtype):
+        onednn = None
+    first = onednn if blas is None or (prefers_onednn(dtype) and not _for_blas(node)) else blas  # type: ignore[arg-type]
+    second = blas if first is onednn else onednn
+    order = [few, first, second] if _from_memory(node) else [first, second, few]
+    return [claim for claim in order if claim is not None]
+
+
+def _has_onednn(dtype: torch.dtype | None) -> bool:
+    return torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
+
+
+def _from_memory(node: fx.Node) -> bool:
+    """Whether reading an operand is what a product of few rows takes its time for."""
+    vals = [a.meta["val"] for a in node.all_input_nodes]
+    return any(size_hint(v.numel()) * v.element_size() >= FEW_BYTES for v in vals)
 
 
 LARGE_RESULT = 1 << 20
@@ -77,20 +108,14 @@ def _for_blas(node: fx.Node) -> bool:
     return left.stride(-1) != 1 or (nbytes >= LARGE_RESULT and rows >= MANY_ROWS)
 
 
-def addmm(node: fx.Node, config: Any) -> Claim | None:
+def addmm(node: fx.Node, config: Any) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
-        return None
+        return []
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = node.args[0].meta["val"]  # type: ignore[union-attr]
     columns = node.meta["val"].shape[-1]
     plain = bias.dim() == 1 and known_equal(bias.shape[0], columns) and beta == 1 and alpha == 1
-    if config.numerics != "eager" and plain and prefers_onednn(dtype_of(node)) and not _for_blas(node):  # type: ignore[arg-type]
-        return Claim(
-            "addmm: oneDNN",
-            lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
-            prepare=_operands(0, weight=2),
-        )
-    return Claim(
+    blas = Claim(
         "addmm: BLAS",
         lambda w, c: w.call(
             c,
@@ -99,36 +124,51 @@ def addmm(node: fx.Node, config: Any) -> Claim | None:
                 w.output(c.outputs[0]),
                 *(w.tensor(a) for a in c.args[:3]),
                 repr(float(beta)),  # type: ignore[arg-type]
-                repr(float(alpha)),
+                repr(float(alpha)),  # type: ignore[arg-type]
             ],
         ),
         out=True,
-    )  # type: ignore[arg-type]
+    )
+    if not plain:
+        return [blas]
+    onednn = Claim(
+        "addmm: oneDNN",
+        lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
+        prepare=_operands(0, weight=2),
+    )
+    return _ordered(node, config, blas, onednn, gemv("addmm", node, Operands(1, 2, bias=0)))
 
 
-def bmm(node: fx.Node, config: Any) -> Claim | None:
+def bmm(node: fx.Node, config: Any) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
-        return None
-    return Claim(
+        return []
+    blas = Claim(
         "bmm: BLAS",
         lambda w, c: w.call(
             c, SHIM + "bmm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]
         ),
         out=True,
     )
+    return _ordered(node, config, blas, None, gemv("bmm", node, Operands(0, 1)))
 
 
-def baddbmm(node: fx.Node, config: Any) -> Claim | None:
+def baddbmm(node: fx.Node, config: Any) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
-        return None
+        return []
     beta, alpha = (repr(float(node.kwargs.get(k, 1))) for k in ("beta", "alpha"))  # type: ignore[arg-type]
-    return Claim(
+    blas = Claim(
         "baddbmm: BLAS",
         lambda w, c: w.call(
             c, SHIM + "baddbmm_out", [w.output(c.outputs[0]), *(w.tensor(a) for a in c.args[:3]), beta, alpha]
         ),
         out=True,
     )
+    return [blas]
+
+
+def reads_weights(node: fx.Node) -> bool:
+    """Whether a dicp::linear has few rows and a weight that comes from memory."""
+    return _from_memory(node) and gemv("linear", node, Operands(0, 1, transposed=True)) is not None
 
 
 def _operands(*positions: int, weight: int) -> Callable[..., Sequence[Any]]:
@@ -156,22 +196,16 @@ def _nests(v: View) -> bool:
     return False
 
 
-def linear(node: fx.Node, config: Any) -> Claim | None:
-    x, weight, bias, other = (*node.args, None, None, None, None)[:4]
+def linear(node: fx.Node, config: Any) -> list[Claim]:
     act = argument(node, 4, "act", "none")
-    return Claim(
-        "linear: oneDNN",
-        lambda w, c: _linear_call(
-            w,
-            c,
-            c.args[0],
-            c.args[1],
-            c.args[2] if len(c.args) > 2 else None,
-            c.args[3] if len(c.args) > 3 else None,
-            act,
-        ),
-        prepare=_operands(2, 3, weight=1),
-    )
+
+    def onednn(w: Any, c: Call) -> None:
+        bias, other = (c.args[k] if len(c.args) > k else None for k in (2, 3))
+        _linear_call(w, c, c.args[0], c.args[1], bias, other, act)
+
+    at = Operands(0, 1, bias=2, other=3, transposed=True, act=act)
+    library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
+    return _ordered(node, config, None, library, gemv("linear", node, at))
 
 
 def _linear_call(

@@ -1,0 +1,233 @@
+// Products of few rows: y = act(x W^T * scale + bias) + other. The weights are read once and the few rows of x
+// meet each piece of them while it is in the first-level cache, so that the time is that of reading W.
+#pragma once
+#include "dicp_kernel.h"
+
+extern "C" int omp_get_max_threads();
+
+#define INLINE __attribute__((always_inline))  // of a lambda
+
+namespace dicp {
+
+// Sizes, and strides in elements per batch and row. x's depth, y's and other's columns are dense. W: `step`
+// elements from one column of y to the next where its depth is dense, else from one k to the next.
+struct Gemv {
+  int64_t batch, rows, columns, depth;
+  int64_t x[2], y[2], other[2], w, step, scale[2];  // scale: per batch and column; 0: one for all
+};
+
+enum Activation { NONE, RELU, SIGMOID, TANH, SILU, GELU, GELU_TANH };
+template <Activation act> DICP_INLINE vf32 activate(vf32 x) {
+  if constexpr (act == RELU) return maximum(x, splat<vf32>(0.0f));
+  else if constexpr (act == SIGMOID) return sigmoid(x);
+  else if constexpr (act == TANH) return tanh(x);
+  else if constexpr (act == SILU) return x / (1.0f + exp(-x));
+  else if constexpr (act == GELU) return 0.5f * x * (1.0f + erf(x * 0.70710678f));
+  else if constexpr (act == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+  else return x;
+}
+
+// Rows of x worked on at a time, columns whose weights are read side by side, and elements of depth after which
+// sums are put away: accumulators stay in registers, four streams keep the memory busier than one (28 GB/s against
+// 23 on two Zen 5 cores), and the rounding error grows with a part of the depth.
+constexpr int64_t ROW_BLOCK = 4, STREAMS = 4, DEPTH_BLOCK = 2048;
+constexpr int64_t SMALL_PRODUCT = 1 << 16;  // multiply-adds that are not worth waking threads for
+
+template <class F, int... i> DICP_INLINE void unrolled(F f, isa::Seq<i...>) { (f(i), ...); }
+template <int n, class F> DICP_INLINE void times(F f) { unrolled(f, isa::seq<n>()); }  // f(0), .., f(n - 1)
+
+#if defined(__AVX512BF16__)
+using Pairs = vi32;  // 16 pairs of bf16
+// acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]. An instruction by name: compilers differ on the type of its builtin.
+DICP_INLINE vf32 add_pairs(vf32 acc, Pairs a, Pairs b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+}
+#endif
+
+// sums[j][r] += x[r] . w[j] over n elements
+template <int rows, class T, class W>
+DICP_INLINE void dots(const T* x, int64_t x_row, const W* const* w, int64_t n, float* sums, int64_t sums_row,
+                      int64_t sums_stream) {
+  vf32 acc[rows][STREAMS] = {};
+  const auto step = [&](int64_t k, auto lanes) INLINE {
+    vf32 a[rows];
+    times<rows>([&](int r) INLINE { a[r] = load(x + r * x_row + k, lanes); });
+    times<STREAMS>([&](int j) INLINE {
+      const vf32 b = cast<vf32>(load(w[j] + k, lanes));
+      times<rows>([&](int r) INLINE { acc[r][j] = fma(a[r], b, acc[r][j]); });
+    });
+  };
+  int64_t k = 0;
+#if defined(__AVX512BF16__)
+  if constexpr (same<T, bf16> && same<W, bf16>)
+    for (; k + 2 * LANES <= n; k += 2 * LANES) {
+      Pairs a[rows];
+      times<rows>([&](int r) INLINE { a[r] = isa::load_rows((const int32_t*)(x + r * x_row + k)); });
+      times<STREAMS>([&](int j) INLINE {
+        const Pairs b = isa::load_rows((const int32_t*)(w[j] + k));
+        times<rows>([&](int r) INLINE { acc[r][j] = add_pairs(acc[r][j], a[r], b); });
+      });
+    }
+#endif
+  for (; k + LANES <= n; k += LANES) step(k, Full());
+  if (k < n) step(k, Lanes{(int)(n - k)});
+  for (int r = 0; r < rows; ++r)
+    for (int j = 0; j < STREAMS; ++j) sums[j * sums_stream + r * sums_row] += hsum(acc[r][j]);
+}
+
+// sums[r][c] += x[r][0 .. 4) . w[0 .. 4)[c] over n columns; `count` <= 4 of the ks are there
+template <int rows, class T, class W>
+DICP_INLINE void axpys(const T* x, int64_t x_row, const W* w, int64_t step, int64_t count, int64_t n, float* sums,
+                       int64_t sums_row) {
+  float a[rows][STREAMS];
+  const W* from[STREAMS];
+  for (int j = 0; j < STREAMS; ++j) {
+    from[j] = w + (j < count ? j : 0) * step;
+    for (int r = 0; r < rows; ++r) a[r][j] = j < count ? (float)decode_one(x[r * x_row + j]) : 0.0f;
+  }
+  const auto part = [&](int64_t c, auto lanes) INLINE {
+    vf32 b[STREAMS];
+    times<STREAMS>([&](int j) INLINE { b[j] = cast<vf32>(load(from[j] + c, lanes)); });
+    times<rows>([&](int r) INLINE {
+      vf32 acc = load(sums + r * sums_row + c, lanes);
+      times<STREAMS>([&](int j) INLINE { acc = fma(splat<vf32>(a[r][j]), b[j], acc); });
+      store(sums + r * sums_row + c, acc, lanes);
+    });
+  };
+  int64_t c = 0;
+  for (; c + LANES <= n; c += LANES) part(c, Full());
+  if (c < n) part(c, Lanes{(int)(n - c)});
+}
+
+// f<n>(first) for blocks of at most ROW_BLOCK of `rows`; only those sizes are instantiated that a known number
+// of rows needs
+template <int known, class F> DICP_INLINE void row_blocks(int64_t rows, F f) {
+  if constexpr (known > 0) {
+    constexpr int blocks = (known + ROW_BLOCK - 1) / ROW_BLOCK, size = (known + blocks - 1) / blocks;
+    for (int r = 0; r + size <= known; r += size) f(r, isa::Seq<size>());
+    if constexpr (known % size) f(known / size * size, isa::Seq<known % size>());
+  } else {
+    int64_t r = 0;
+    for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK) f(r, isa::Seq<ROW_BLOCK>());
+    for (; r < rows; ++r) f(r, isa::Seq<1>());
+  }
+}
+template <int n> constexpr int first_of(isa::Seq<n>) { return n; }
+
+template <class T, class S> struct Epilogue {  // each may be null
+  const S* scale;
+  const T *bias, *other;
+};
+
+// n columns, from `column`, of a row of sums to y
+template <Activation act, class T, class S>
+DICP_INLINE void finish(const float* sums, int64_t n, const Gemv& g, const Epilogue<T, S>& e, int64_t batch,
+                        int64_t row, int64_t column, T* y) {
+  y += batch * g.y[0] + row * g.y[1] + column;
+  const S* const scale = e.scale ? e.scale + batch * g.scale[0] + column * g.scale[1] : nullptr;
+  const T* const bias = e.bias ? e.bias + column : nullptr;
+  const T* const other = e.other ? e.other + batch * g.other[0] + row * g.other[1] + column : nullptr;
+  const auto part = [&](int64_t c, auto lanes) {
+    vf32 v = load(sums + c, lanes);
+    if (scale && g.scale[1]) v = v * load(scale + c, lanes);
+    else if (scale) v = v * (float)decode_one(*scale);
+    if (bias) v = v + load(bias + c, lanes);
+    v = activate<act>(v);
+    if (other) v = v + load(other + c, lanes);
+    store(y + c, v, lanes);
+  };
+  int64_t c = 0;
+  for (; c + LANES <= n; c += LANES) part(c, Full());
+  if (c < n) part(c, Lanes{(int)(n - c)});
+}
+
+DICP_INLINE bool worth_threads(const Gemv& g) {
+  return g.batch * g.rows * g.columns * g.depth > SMALL_PRODUCT;
+}
+// Into how many parts the columns are cut, so that each thread has one.
+DICP_INLINE int64_t shares_of(const Gemv& g) {
+  const int64_t threads = worth_threads(g) ? omp_get_max_threads() : 1;
+  return g.batch >= 4 * threads ? 1 : threads;
+}
+
+// W's rows are columns of y. A share of the columns is read as STREAMS streams far apart, each of them contiguous from
+// its first row of W to its last.
+template <int rows, Activation act, class T, class W, class S>
+DICP_INLINE void gemv_rows(const Gemv& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
+  constexpr int64_t UNIT = 16, ROWS = rows ? rows : 16;
+  const int64_t shares = shares_of(g), share = (g.columns + shares - 1) / shares;
+#pragma omp parallel for collapse(2) schedule(static) if (shares > 1 || worth_threads(g))
+  for (int64_t b = 0; b < g.batch; ++b)
+    for (int64_t s = 0; s < shares; ++s) {
+      const int64_t first = s * share, last = first + share < g.columns ? first + share : g.columns;
+      const int64_t length = (last - first + STREAMS - 1) / STREAMS;
+      for (int64_t r0 = 0; r0 < g.rows; r0 += ROWS) {
+        const int64_t count = g.rows - r0 < ROWS ? g.rows - r0 : ROWS;
+        const T* const xb = x + b * g.x[0] + r0 * g.x[1];
+        for (int64_t c = 0; c < length; c += UNIT) {
+          const int64_t n = length - c < UNIT ? length - c : UNIT;
+          float sums[STREAMS * ROWS * UNIT] = {};
+          for (int64_t i = 0; i < n; ++i)
+            for (int64_t k = 0; k < g.depth; k += DEPTH_BLOCK) {
+              const W* from[STREAMS];  // past the last column the last one again
+              for (int64_t j = 0; j < STREAMS; ++j) {
+                const int64_t column = first + j * length + c + i;
+                from[j] = w + b * g.w + (column < last ? column : last - 1) * g.step + k;
+              }
+              const int64_t depth = g.depth - k < DEPTH_BLOCK ? g.depth - k : DEPTH_BLOCK;
+              row_blocks<rows>(count, [&](int64_t r, auto size) {
+                dots<first_of(decltype(size)())>(xb + r * g.x[1] + k, g.x[1], from, depth, sums + r * UNIT + i, UNIT,
+                                                 ROWS * UNIT);
+              });
+            }
+          for (int64_t j = 0; j < STREAMS; ++j) {
+            const int64_t column = first + j * length + c, some = last - column < n ? last - column : n;
+            for (int64_t r = 0; r < count && some > 0; ++r)
+              finish<act>(sums + (j * ROWS + r) * UNIT, some, g, e, b, r0 + r, column, y);
+          }
+        }
+      }
+    }
+}
+
+// W's columns are columns of y: their sums stay in the first-level cache, a piece of a share at a time
+template <int rows, Activation act, class T, class W, class S>
+DICP_INLINE void gemv_columns(const Gemv& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
+  constexpr int64_t ROWS = rows ? rows : 16, WIDE = 4096 / ROWS / 64 * 64;
+  const int64_t shares = shares_of(g), share = ((g.columns + shares - 1) / shares + LANES - 1) / LANES * LANES;
+#pragma omp parallel for collapse(2) schedule(static) if (shares > 1 || worth_threads(g))
+  for (int64_t b = 0; b < g.batch; ++b)
+    for (int64_t s = 0; s < shares; ++s) {
+      const int64_t last = (s + 1) * share < g.columns ? (s + 1) * share : g.columns;
+      for (int64_t r0 = 0; r0 < g.rows; r0 += ROWS)
+        for (int64_t first = s * share; first < last; first += WIDE) {
+          const int64_t n = last - first < WIDE ? last - first : WIDE;
+          const int64_t count = g.rows - r0 < ROWS ? g.rows - r0 : ROWS;
+          const T* const xb = x + b * g.x[0] + r0 * g.x[1];
+          float sums[ROWS * WIDE];
+          for (int64_t r = 0; r < count; ++r)
+            for (int64_t c = 0; c < n; ++c) sums[r * WIDE + c] = 0.0f;
+          for (int64_t k = 0; k < g.depth; k += STREAMS) {
+            const int64_t some = g.depth - k < STREAMS ? g.depth - k : STREAMS;
+            row_blocks<rows>(count, [&](int64_t r, auto size) {
+              axpys<first_of(decltype(size)())>(xb + r * g.x[1] + k, g.x[1], w + b * g.w + k * g.step + first, g.step,
+                                                some, n, sums + r * WIDE, WIDE);
+            });
+          }
+          for (int64_t r = 0; r < count; ++r) finish<act>(sums + r * WIDE, n, g, e, b, r0 + r, first, y);
+        }
+    }
+}
+
+// rows: their number where it is known, else 0; across: W's columns are y's. scale, bias and other may be null.
+template <int rows, bool across, Activation act, class T, class W, class S>
+int32_t gemv(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes) {
+  const Gemv& g = *(const Gemv*)sizes;
+  const Epilogue<T, S> e{scale, bias, other};
+  if constexpr (across) gemv_columns<rows, act>(g, x, w, e, y);
+  else gemv_rows<rows, act>(g, x, w, e, y);
+  return 0;
+}
+
+}  // namespace dicp

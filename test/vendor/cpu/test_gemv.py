@@ -1,0 +1,116 @@
+"""Products of few rows: against float64, under the rule of all tests (no further from it than twice eager), over
+rows, sizes, layouts and what follows the product; and which products the template serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dicp.compiler import Compiled, observe
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+Fn = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    yield
+
+
+def check(fn: Fn, *args: torch.Tensor, claim: str | None = "few rows", **options: Any) -> None:
+    """The compiled function's result; claim: the end of its one library call's name, None where it has none."""
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        got = torch.compile(fn, backend="dicp_cpu", options=options)(*args)
+    eager, exact = fn(*args), fn(*(a.double() if a.is_floating_point() else a for a in args))
+    assert got.shape == eager.shape and got.stride() == eager.stride() and got.dtype == eager.dtype
+    unit = torch.finfo(got.dtype).eps * exact.abs().max().item()
+    mine, theirs = ((x.double() - exact).abs().max().item() for x in (got, eager))
+    assert mine <= 2 * theirs + unit, f"{mine:.2e} from float64, eager {theirs:.2e}"
+    names = [c.claim.name.rpartition(": ")[2] for s in seen for c in s.program.library_calls]
+    assert names == ([] if claim is None else [claim])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_rows_and_tails(rows: int, dtype: torch.dtype) -> None:
+    """Depths and columns that are no multiple of a vector, of a unit or of a thread's share."""
+    x, w = torch.randn(rows, 301, dtype=dtype), torch.randn(517, 301, dtype=dtype)
+    check(lambda x, w: F.linear(x, w), x, w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_weights_by_columns(rows: int, dtype: torch.dtype) -> None:
+    x, w = torch.randn(rows, 259, dtype=dtype), torch.randn(259, 1037, dtype=dtype)
+    b = torch.randn(1037, dtype=dtype)
+    check(lambda x, w, b: torch.addmm(b, x, w), x, w, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 100_003), (200_003, 1), (2, 70_000), (5000, 33)])
+def test_long_and_thin(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    columns, depth = sizes
+    x, w = torch.randn(2, depth, dtype=dtype), torch.randn(columns, depth, dtype=dtype)
+    check(lambda x, w: x @ w.t(), x, w)
+
+
+ACTIVATIONS: dict[str, Fn] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_bias_activation_and_residual(act: str, dtype: torch.dtype) -> None:
+    x, w = torch.randn(1, 3, 257, dtype=dtype), torch.randn(521, 257, dtype=dtype) / 16
+    b, r = torch.randn(521, dtype=dtype), torch.randn(1, 3, 521, dtype=dtype)
+    check(lambda x, w, b, r: r + ACTIVATIONS[act](F.linear(x, w, b)), x, w, b, r)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches(dtype: torch.dtype) -> None:
+    x, w = torch.randn(6, 2, 67, dtype=dtype), torch.randn(6, 67, 331, dtype=dtype)
+    check(torch.bmm, x, w)
+    torch._dynamo.reset()
+    turned = torch.randn(6, 331, 67, dtype=dtype)
+    check(lambda x, w: torch.bmm(x, w.transpose(1, 2)), x, turned)
+
+
+def test_operands_may_lie_anywhere() -> None:
+    x, w = torch.randn(301, 6).t()[::2], torch.randn(517, 640)
+    check(lambda x, w: x @ w[:, 10:311].t(), x, w)
+    torch._dynamo.reset()
+    check(lambda x, w: x[:, 1::2] @ w[:, 1:301:2].t(), x, w)
+    torch._dynamo.reset()
+    check(lambda x, w: x[1].expand(3, 301) @ w[0:1, :301].expand(517, 301).t(), x, w)
+
+
+def test_nan_and_infinity_spread_as_in_eager() -> None:
+    x, w = torch.randn(2, 300), torch.randn(512, 300)
+    w[5, 7], w[8, 9], x[1, 299] = float("nan"), float("inf"), float("-inf")
+    got = torch.compile(lambda x, w: x @ w.t(), backend="dicp_cpu")(x, w)
+    torch.testing.assert_close(got, x @ w.t(), equal_nan=True)
+
+
+def test_what_stays_with_a_library() -> None:
+    small, many = torch.randn(2, 16), torch.randn(9, 300)
+    for x, options in ((small, {}), (many, {}), (many[:2].clone(), {"numerics": "eager"})):
+        w = torch.randn(512, x.shape[1])
+        torch._dynamo.reset()
+        seen: list[Compiled] = []
+        with observe(seen.append):
+            torch.compile(lambda x, w: x @ w.t(), backend="dicp_cpu", options=options)(x, w)
+        (call,) = (c for s in seen for c in s.program.library_calls)
+        assert not call.claim.name.endswith("few rows")
