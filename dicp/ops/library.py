@@ -4,6 +4,7 @@ Each has a fake implementation (shape, dtype, stride) and a reference in plain P
 graph still runs in eager PyTorch. They are functional, and used after autograd: they have no derivative.
 
     linear     y = act(x @ w.T + b) + other          other: [..., N], added after the activation
+    scaled_linear  y = act(x @ w.T * scale + b) + other   w: int8
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
     attention  y = softmax(scale * q @ k.T + mask) @ v
 """
@@ -30,6 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 _SCHEMAS = (
     "linear(Tensor x, Tensor w, Tensor? b, Tensor? other, str act='none') -> Tensor",
+    "scaled_linear(Tensor x, Tensor w, Tensor? scale, Tensor? b, Tensor? other, str act='none') -> Tensor",
     "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, int[] stride, int[] padding, int[] dilation, "
     "int groups, str act) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor",
@@ -42,6 +44,7 @@ def register() -> torch.library.Library:
     library = torch.library.Library("dicp", "FRAGMENT")
     implementations = {
         "linear": (linear, _linear_fake),
+        "scaled_linear": (scaled_linear, _scaled_linear_fake),
         "conv": (conv, _conv_fake),
         "attention": (attention, _attention_fake),
     }
@@ -64,6 +67,23 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, other: Tensor | None, act: st
 def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None, other: Tensor | None, act: str = "none") -> Tensor:
     _check_act("linear", act)
     return x.new_empty([*x.shape[:-1], w.shape[0]])
+
+
+def scaled_linear(
+    x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None, other: Tensor | None, act: str = "none"
+) -> Tensor:
+    """act(x @ w.T * scale + b) + other.  w: [N, K] of int8, scale: [N] or one element; else as linear."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = x.to(compute) @ w.to(compute).t()
+    y = y if scale is None else y * scale.to(compute)
+    y = ACTIVATIONS[act](y if b is None else y + b.to(compute))
+    return (y if other is None else y + other.to(compute)).to(x.dtype)
+
+
+def _scaled_linear_fake(
+    x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None, other: Tensor | None, act: str = "none"
+) -> Tensor:
+    return _linear_fake(x, w, b, other, act)
 
 
 def conv(

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from dicp.compat import known_equal
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_contiguous, is_tensor, rank, same_dtype, same_shape, value_of
+from dicp.passes.int8_weights import Stored, is_scale, stored
 from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
 
 
@@ -27,6 +28,8 @@ class Linear:
     other: Node | None = None
     rows: tuple[Any, ...] | None = None
     """Leading sizes that x: [M, K] is to be viewed with."""
+    stored: Stored | None = None
+    """Where the weight is int8: what it is made of."""
 
 
 def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
@@ -35,17 +38,17 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     x: [..., K], w: [N, K] whatever its strides; mm, or addmm, or a 1-D bias added to mm. Each step is taken
     while the value has one user: what a training forward saves for its backward ends the chain there. Where
     the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
-    Products with an untransposed weight (GPT-2's Conv1D) stay.
+    Products with an untransposed weight (GPT-2's Conv1D) stay. Where the weight is int8 and cast, scaled
+    before or after the product, the call is dicp.scaled_linear, for a vendor that claims it.
     """
-    products = [p for p in map(_product, gm.graph.nodes) if p is not None]
+    products = [starts for starts in map(_products, gm.graph.nodes) if starts]
     if not products:
         return gm
     register()
     activations = activations_of(gm)
-    for start in products:
-        for linear in reversed(list(_chain(start, activations))):
-            if _apply(linear, vendor):
-                break
+    for starts in products:
+        chains = (reversed(list(_chain(start, activations))) for start in starts)
+        any(_apply(linear, vendor) for chain in chains for linear in chain)
     return finish(gm)
 
 
@@ -59,8 +62,10 @@ def _apply(linear: Linear, vendor: Claims) -> bool:
         columns = value_of(x).shape[-1]
         columns = columns if isinstance(columns, int) else emit(aten.sym_size.int, x, 1)
         x = emit(aten.view.default, x, [*linear.rows, columns])
-    args = (x, linear.w, linear.b, linear.other, linear.act)
-    new = try_claim(vendor, torch.ops.dicp.linear.default, args, at=linear.root)
+    ops = torch.ops.dicp
+    target = ops.linear.default if linear.stored is None else ops.scaled_linear.default
+    weight = (linear.w,) if linear.stored is None else _stored_operands(linear.stored, emit)
+    new = try_claim(vendor, target, (x, *weight, linear.b, linear.other, linear.act), at=linear.root)
     if new is None:
         emit.undo()
         return False
@@ -68,26 +73,46 @@ def _apply(linear: Linear, vendor: Claims) -> bool:
     return True
 
 
-def _product(node: Node) -> Linear | None:
-    """mm(x, permute(w, [1,0])), addmm(b, x, permute(w, [1,0]))"""
+def _stored_operands(stored: Stored, emit: Emitter) -> tuple[Node, Node | None]:
+    """w: [N, K] and its scale, [N] or []."""
+    w = stored.w if stored.by_rows else emit(aten.permute.default, stored.w, [1, 0])
+    scale = stored.scale
+    if isinstance(scale, (int, float)):
+        return w, emit(aten.full.default, [], float(scale), dtype=torch.float32, device=value_of(w).device)
+    if scale is not None and rank(scale) > 1:
+        return w, emit(aten.view.default, scale, [-1])
+    return w, scale
+
+
+def _products(node: Node) -> list[Linear]:
+    """The chain's possible starts at a node, the one of an int8 weight first."""
+    if node.target is aten._weight_int8pack_mm.default:
+        x, w, scale = node.args
+        return [Linear(node, x, w, stored=Stored(w, True, scale))]  # type: ignore[arg-type]
     if node.target is aten.mm.default:
-        (x, transposed), b = node.args, None
+        (x, weight), b = node.args, None
     elif node.target is aten.addmm.default and not node.kwargs:
-        b, x, transposed = node.args
+        b, x, weight = node.args
     else:
-        return None
-    assert isinstance(x, Node) and isinstance(transposed, Node)
-    if transposed.target is not aten.permute.default or list(transposed.args[1]) != [1, 0]:  # type: ignore
-        return None
-    w = transposed.args[0]
+        return []
+    assert isinstance(x, Node) and isinstance(weight, Node)
+    found = stored(weight)
+    starts = [] if found is None else [_start(node, x, weight, b, found)]
+    if weight.target is aten.permute.default and list(weight.args[1]) == [1, 0]:  # type: ignore[arg-type]
+        starts.append(_start(node, x, weight.args[0], b))
+    return [start for start in starts if start is not None]
+
+
+def _start(node: Node, x: Node, w: Any, b: Any, stored: Stored | None = None) -> Linear | None:
+    """mm(x, permute(w, [1,0])), addmm(b, x, permute(w, [1,0]))"""
     assert isinstance(w, Node)
     if b is None:
-        return Linear(node, x, w)
+        return Linear(node, x, w, stored=stored)
     assert isinstance(b, Node)
     if _is_bias(b, node):
-        return Linear(node, x, w, b)
+        return Linear(node, x, w, b, stored=stored)
     if same_shape(b, node) and same_dtype(b, node):
-        return Linear(node, x, w, other=b)
+        return Linear(node, x, w, other=b, stored=stored)
     return None
 
 
@@ -102,7 +127,13 @@ def _chain(linear: Linear, activations: Activations) -> Iterator[Linear]:
     while step is not None:
         if step.rows is None or step.root.target is not aten.view.default:
             yield step  # else the view would only move from the result to x
-        step = _restore(step) or _add_bias(step) or _activate(step, activations) or _add_other(step)
+        step = (
+            _restore(step)
+            or _scale(step)
+            or _add_bias(step)
+            or _activate(step, activations)
+            or _add_other(step)
+        )
 
 
 def _restore(linear: Linear) -> Linear | None:
@@ -127,6 +158,24 @@ def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 def _ints(sizes: Sequence[Any]) -> list[int]:
     return [s for s in sizes if isinstance(s, int)]
+
+
+def _scale(linear: Linear) -> Linear | None:
+    """mul(mm(x, cast(w).T), scale)  ->  scaled_linear(x, w, scale) for w: int8"""
+    if linear.stored is None or linear.stored.scale is not None:
+        return None
+    if linear.b is not None or linear.act != "none" or linear.other is not None:
+        return None
+    user = sole_user(linear.root)
+    if user is None or user.target is not aten.mul.Tensor:
+        return None
+    a, b = user.args
+    scale = b if a is linear.root else a
+    if scale is linear.root or not is_scale(scale, linear.root, by_rows=False):
+        return None
+    if not same_shape(user, linear.root) or not same_dtype(user, linear.root):
+        return None
+    return dataclasses.replace(linear, root=user, stored=dataclasses.replace(linear.stored, scale=scale))
 
 
 def _add_bias(linear: Linear) -> Linear | None:

@@ -179,3 +179,30 @@ def test_activations(act: Any, dtype: torch.dtype, decomposed: bool) -> None:
     calls = [n.target for n in g.graph.nodes if n.op == "call_function"]
     if dtype == torch.float32 or not decomposed:
         assert calls == [torch.ops.dicp.linear.default], show(g)
+
+
+INT8_GRAPH = """\
+graph(arg0_1: i8[4,8], arg1_1: f32[2,3,8], arg2_1: f32[4], arg3_1: f32[4]):
+  v0: f32[2,3,4] = dicp.scaled_linear(arg1_1, arg0_1, arg2_1, arg3_1, None, silu)
+  return v0
+"""
+
+
+class TestInt8Weights(TestCase, CheckPass):
+    def graph(self, fn: Any) -> torch.fx.GraphModule:
+        w, scale, b = torch.randint(-9, 9, (N, K), dtype=torch.int8), torch.rand(N), torch.rand(N)
+        return canonicalize(graph_of(fn, torch.randn(B, S, K), w, scale, b))
+
+    def test_scaled_after_the_product(self) -> None:
+        g = self.graph(lambda x, w, s, b: F.silu(F.linear(x, w.to(x.dtype)) * s + b))
+        self.assertExpectedInline(show(self.check(rewrite_linear, g, EVERYTHING)), INT8_GRAPH)
+
+    def test_scaled_before_the_product(self) -> None:
+        g = self.graph(lambda x, w, s, b: F.silu(F.linear(x, w.to(x.dtype) * s[:, None], b)))
+        text = show(self.check(rewrite_linear, g, EVERYTHING))
+        assert "dicp.scaled_linear" in text and "mul" not in text
+
+    def test_a_vendor_without_it_gets_the_product(self) -> None:
+        g = self.graph(lambda x, w, s, b: F.linear(x, w.to(x.dtype)) * s + b)
+        text = show(self.check(rewrite_linear, g, claims(lambda node: node.target is torch.ops.dicp.linear.default)))
+        assert "dicp.linear" in text and "mul" in text

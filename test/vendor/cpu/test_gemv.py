@@ -114,3 +114,39 @@ def test_what_stays_with_a_library() -> None:
             torch.compile(lambda x, w: x @ w.t(), backend="dicp_cpu", options=options)(x, w)
         (call,) = (c for s in seen for c in s.program.library_calls)
         assert not call.claim.name.endswith("few rows")
+
+
+def pack(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return torch._weight_int8pack_mm(x, w, s) if x.dtype != torch.float64 else F.linear(x, w.double()) * s
+
+
+INT8: dict[str, Fn] = {  # x: [M, K], w: int8 [N, K], s: [N]
+    "scaled after": lambda x, w, s, b: F.linear(x, w.to(x.dtype)) * s,
+    "scaled after, bias": lambda x, w, s, b: F.silu(F.linear(x, w.to(x.dtype)) * s + b),
+    "scaled before": lambda x, w, s, b: F.linear(x, w.to(x.dtype) * s[:, None], b),
+    "scaled in float32": lambda x, w, s, b: F.linear(x, (w.to(s.dtype) * s.unsqueeze(1)).to(x.dtype)),
+    "turned": lambda x, w, s, b: torch.mm(x, w.t().to(x.dtype)) * s,
+    "one scale": lambda x, w, s, b: F.linear(x, 0.01 * w.to(x.dtype)) + x.sum(-1, keepdim=True),
+    "a scale for all": lambda x, w, s, b: F.linear(x, w.to(x.dtype)) * s[3],
+    "not scaled": lambda x, w, s, b: F.linear(x, w.to(x.dtype), b),
+    "ATen's op": lambda x, w, s, b: pack(x, w, s),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("form", INT8)
+def test_int8_weights(form: str, rows: int, dtype: torch.dtype) -> None:
+    """However a model writes it, the weight is read as it is stored."""
+    x, w = torch.randn(rows, 320, dtype=dtype), torch.randint(-128, 128, (96, 320), dtype=torch.int8)
+    check(INT8[form], x, w, torch.rand(96, dtype=dtype) / 64, torch.randn(96, dtype=dtype))
+
+
+def test_int8_weights_by_columns() -> None:
+    x, w = torch.randn(2, 131), torch.randint(-128, 128, (131, 259), dtype=torch.int8)
+    s = torch.rand(259) / 64
+    check(lambda x, w, s: x @ (w.to(x.dtype) * s), x, w, s)
+    torch._dynamo.reset()
+    check(
+        lambda x, w, s: x @ (w.to(x.dtype) * s[:131, None]), x, w, s, claim="oneDNN"
+    )  # of rows, not columns

@@ -51,6 +51,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         return False
     if target is torch.ops.dicp.linear.default:
         return dtype is not None and (prefers_onednn(dtype) or matmul.reads_weights(node))
+    if target is torch.ops.dicp.scaled_linear.default:
+        return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.conv.default:
         return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     return dtype in FLOATS
@@ -67,6 +69,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         aten.bmm.default: matmul.bmm,
         aten.baddbmm.default: matmul.baddbmm,
         torch.ops.dicp.linear.default: matmul.linear,
+        torch.ops.dicp.scaled_linear.default: matmul.scaled_linear,
         torch.ops.dicp.conv.default: convolution.conv,
         torch.ops.dicp.attention.default: attention.attention,
         aten.convolution.default: convolution.convolution,

@@ -208,6 +208,12 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
     return _ordered(node, config, None, library, gemv("linear", node, at))
 
 
+def scaled_linear(node: fx.Node, config: Any) -> list[Claim]:
+    at = Operands(0, 1, scale=2, bias=3, other=4, transposed=True, act=argument(node, 5, "act", "none"))
+    few = gemv("int8 linear", node, at)
+    return [few] if few is not None else []
+
+
 def _linear_call(
     w: Any, c: Call, x: View, weight: View, bias: View | None, other: View | None, act: str
 ) -> None:

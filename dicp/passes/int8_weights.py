@@ -1,0 +1,60 @@
+"""Weights stored as int8, as models write them: what a product's operand is made of before it is cast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dicp.compat import known_equal
+from dicp.passes.facts import aten, is_plain_cast, is_tensor, rank, value_of
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A product's operand [K, N]: w times scale. w: int8, [N, K] where it is by_rows, else [K, N].
+
+    scale: of [N] or [N, 1] or [1, N] or one element, a number, or None.
+    """
+
+    w: Node
+    by_rows: bool
+    scale: Node | float | None = None
+
+
+def stored(operand: Any) -> Stored | None:
+    """[K, N] = permute(mul(cast(w), unsqueeze(scale))), in whatever order that is written."""
+    node, by_rows, scale = operand, False, None
+    while isinstance(node, Node) and rank(node) == 2:
+        if value_of(node).dtype == torch.int8:
+            return Stored(node, by_rows, scale)
+        if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
+            by_rows, node = not by_rows, node.args[0]
+        elif is_plain_cast(node):
+            node = node.args[0]
+        elif node.target is aten.mul.Tensor and scale is None:
+            a, b = node.args
+            scale, other = (b, a) if is_scale(b, node, by_rows) else (a, b)
+            if not is_scale(scale, node, by_rows):
+                return None
+            node = other
+        else:
+            return None
+    return None
+
+
+def is_scale(s: Any, scaled: Node, by_rows: bool) -> bool:
+    """Whether s multiplies each column of y, of which there are as many as `scaled` has rows or columns."""
+    if isinstance(s, (int, float)) and not isinstance(s, bool):
+        return True
+    if not is_tensor(s) or not value_of(s).is_floating_point():
+        return False
+    shape, columns = value_of(s).shape, value_of(scaled).shape[-2 if by_rows else -1]
+    if len(shape) == 0:
+        return True
+    expected = [columns, 1] if by_rows else [columns]
+    while len(shape) > len(expected) and known_equal(shape[0], 1):
+        shape = shape[1:]
+    return len(shape) == len(expected) and all(known_equal(m, n) for m, n in zip(shape, expected))
