@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "backend", "explain", "precompile"]
+__all__ = ["__version__", "backend", "explain", "precompile", "refresh_frozen"]
 
 
 def backend(vendor: Any) -> Any:
@@ -19,6 +19,12 @@ def backend(vendor: Any) -> Any:
 def precompile(model: Any, example_inputs: Any, sizes: Any = None, **given: Any) -> Any:
     """Compile a model for these sizes ahead of the first request; see `dicp.ahead.precompile`."""
     return importlib.import_module("dicp.ahead").precompile(model, example_inputs, sizes, **given)
+
+
+def refresh_frozen() -> None:
+    """Have what depends on weights alone computed anew at the next call of every function compiled with
+    `options={"freeze": True}`: after changes that leave no trace, through `.data` or a raw pointer."""
+    importlib.import_module("dicp.runtime.frozen").refresh()
 
 
 class _Package(types.ModuleType):

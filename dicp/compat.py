@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -82,6 +83,16 @@ def tensors_from_handles(handles: Iterable[int]) -> list[torch.Tensor]:
     capsules = [new_capsule(handle, None, None) for handle in handles]
     # The function for one tensor leaves its handle, and with it the memory, behind.
     return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)  # type: ignore[no-any-return]
+
+
+def tensor_handle(t: torch.Tensor) -> int:
+    """A new handle of libtorch's C interface on a tensor; `tensors_from_handles` takes it back."""
+    import ctypes
+
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    (capsule,) = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([t])
+    return pointer(capsule, None)  # type: ignore[no-any-return]
 
 
 def torch_decompositions() -> dict[object, Callable[..., object]]:
@@ -430,6 +441,31 @@ def visible_outputs() -> int | None:
     context = TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     return None if metadata is None else int(metadata.num_forward)
+
+
+def weights_of(gm: Any) -> dict[int, str]:
+    """Names of the parameters and buffers among the inputs of the graph that AOTAutograd is compiling, by
+    position there; `gm` is Dynamo's graph. Without what was given a fixed address by hand
+    (`mark_static_address`), as inputs are that change at every call."""
+    from torch._guards import TracingContext
+
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    own = len(list(gm.parameters())) + len(list(gm.buffers()))  # before the inputs, where Dynamo lifts none
+    found = {}
+    for k in getattr(metadata, "static_input_indices", None) or ():
+        meta = inputs[k - own].meta if own <= k < own + len(inputs) else {}
+        if (meta.get("tensor_dict") or {}).get("_dynamo_static_input_type", "unguarded") == "unguarded":
+            source = getattr(meta.get("grapharg"), "source", None)
+            name = getattr(source, "name", None)
+            found[k] = _weight_name(str(name() if callable(name) else name), k)
+    return found
+
+
+def _weight_name(source: str, position: int) -> str:
+    """L['self']._modules['fc']._parameters['weight']  ->  self.fc.weight"""
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
+    return re.sub(r"^[LG]\['(\w+)'\]", r"\1", text) if source != "None" else f"input {position}"
 
 
 def reset_dynamo() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch.fx as fx
 from dicp.ir.verify import verify
 from dicp.ops.library import register
 from dicp.passes import run_passes
+from dicp.passes.freeze import Folding, mark_frozen, split_frozen
 from dicp.runtime.dump import Dump
+from dicp.runtime.frozen import Frozen
 from dicp.runtime.parts import assemble_parts
 from dicp.runtime.program import Program, make_program
 from dicp.runtime.progress import Progress
@@ -31,39 +34,71 @@ _observers: list[Callable[[Compiled], None]] = []
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled graph, and what `explain` tells of it."""
+    """A compiled graph, and what `explain` tells of it. Where weights are frozen, `program` is the main one,
+    and `constants` has the one that computes what depends on weights alone (passes/freeze.py)."""
 
     name: str
     role: str
     call: Callable[[list[Any]], Any]
     program: Program
     seconds: dict[str, float] = field(default_factory=dict)
+    constants: Compiled | None = None
+    folding: Folding | None = None
 
 
-def compile_graph(gm: fx.GraphModule, vendor: Any, config: Any, role: str = "inference") -> Compiled:
+def compile_graph(
+    gm: fx.GraphModule,
+    vendor: Any,
+    config: Any,
+    role: str = "inference",
+    weights: Mapping[int, str] | None = None,
+) -> Compiled:
     """Compile an aten graph (functional, with fake values in meta["val"]) for a vendor.
 
-    role: inference, forward or backward, for names and reports.
+    role: inference, forward or backward, for names and reports. weights: names of the inputs to freeze, by
+    position.
     Raises UnsupportedOp (strict mode), BuildError, ToolchainError, VerifyError.
     """
     register()
     name = f"graph{next(_numbers)}_{role}"
+    mark_frozen(gm, weights or {})
     with Progress(name) as progress:
-        compiled = _compile(gm, vendor, config, role, name, progress)
+        compiled = _compile(gm, _Job(name, role, vendor, config, progress))
     for observer in list(_observers):
         observer(compiled)
     return compiled
 
 
-def _compile(
-    gm: fx.GraphModule, vendor: Any, config: Any, role: str, name: str, progress: Progress
-) -> Compiled:
-    seconds: dict[str, float] = {}
-    dump = Dump(name, config)
-    step = _timer(seconds, progress)
-    dump.graph("00_import", gm)
-    with step("passes"):
-        gm = run_passes(gm, vendor, config, dump.on_pass)
+@dataclass
+class _Job:
+    """What the steps of one compile share."""
+
+    name: str
+    role: str
+    vendor: Any
+    config: Any
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dump = Dump(self.name, self.config)
+        self.step = _timer(self.seconds, self.progress)
+
+
+def _compile(gm: fx.GraphModule, job: _Job) -> Compiled:
+    job.dump.graph("00_import", gm)
+    with job.step("passes"):
+        gm = run_passes(gm, job.vendor, job.config, job.dump.on_pass)
+        split = split_frozen(gm)
+    if split is None:
+        return _build(gm, job)
+    job.dump.graph("15_main", gm)
+    constants = _build(split[0], dataclasses.replace(job, name=f"{job.name}_constants", seconds={}))
+    return _with_constants(_build(gm, job), constants, split[1], job.vendor)
+
+
+def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
+    name, vendor, config, dump, step = job.name, job.vendor, job.config, job.dump, job.step
     if config.verify:
         verify(gm)
     if takes_graphs(vendor):
@@ -71,7 +106,7 @@ def _compile(
             parts = partition(gm, lambda node: vendor.supports(node.target, node))
         with step("build"):
             program, call = assemble_parts(name, gm, parts, vendor, config)
-        return _done(Compiled(name, role, call, program, seconds), dump)
+        return _done(Compiled(name, job.role, call, program, job.seconds), dump)
     with step("lower"):
         lowered = lower(gm, vendor, config)
     dump.definitions("20_lowered", lowered)
@@ -82,11 +117,25 @@ def _compile(
     dump.items("30_kernels", items)
     with step("memory"):
         plan = plan_memory(items, lowered)
-    program = make_program(name, lowered, items, plan, owns_inputs=role == "backward")
+    program = make_program(name, lowered, items, plan, owns_inputs=job.role == "backward")
     dump.plan("40_memory", program)
     with step("build"):
         call = vendor.assemble(program, config)
-    return _done(Compiled(name, role, call, program, seconds), dump)
+    return _done(Compiled(name, job.role, call, program, job.seconds), dump)
+
+
+def _with_constants(main: Compiled, constants: Compiled, folding: Folding, vendor: Any) -> Compiled:
+    """A graph whose weights are frozen, of its two programs."""
+    main.constants, main.folding = constants, folding
+    for what, seconds in constants.seconds.items():
+        main.seconds[what] = main.seconds.get(what, 0.0) + seconds
+    main.call = Frozen(main.name, main.call, constants.call, folding, getattr(vendor, "pack", None))
+    save_main, save_constants = main.program.save, constants.program.save
+    if save_main is None or save_constants is None:
+        main.program.save = None
+    else:
+        main.program.save = lambda: save_main().with_constants(save_constants(), folding)
+    return main
 
 
 def _done(compiled: Compiled, dump: Dump) -> Compiled:

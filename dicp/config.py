@@ -60,7 +60,9 @@ class Config:
         choices=("fast", "eager"),
     )
     freeze: bool = _option(
-        False, "Weights never change again: values derived from them may be kept.", codegen=True
+        False,
+        "Inference: what depends on weights alone is computed once, and when they change (docs/freezing.md).",
+        codegen=True,
     )
     no_compile: bool = _option(False, "Raise NoCompileError rather than build anything (for serving).")
     workers: int | None = _option(

@@ -28,6 +28,9 @@ class GraphReport:
     seconds: dict[str, float]
     built: int
     from_cache: int
+    folded: list[str] = field(default_factory=list)
+    folded_bytes: int = 0
+    weights_checked: int = 0
 
 
 @dataclass
@@ -58,6 +61,12 @@ class Explanation:
                 lines += [f"      {o}" for o in k["fuses"]]
             lines += [f"  library {text}" for text in _counted(g.library)]
             lines += [f"  EXTERN {text}" for text in _counted(g.externs)]
+            if g.folded:
+                lines.append(
+                    f"  frozen: {len(g.folded)} values made of {g.weights_checked} weights, "
+                    f"{g.folded_bytes} bytes"
+                )
+                lines += [f"      {text}" for text in _counted(g.folded)]
             lines.append(
                 f"  memory: arena {g.arena} bytes, most alive at once {g.most_alive}, "
                 f"{g.saved_in_place} results in place of an operand"
@@ -117,19 +126,24 @@ def report(compiled: Compiled) -> GraphReport:
         entry["launches"] += 1
     plan = program.plan
     sizes = [n if isinstance(n, int) else str(n) for n in (plan.size, plan.lower_bound)]
-    stats = program.build_stats
+    folding, constants = compiled.folding, compiled.constants
+    stats = [program.build_stats] + ([] if constants is None else [constants.program.build_stats])
+    once = [] if constants is None else [f"{c.note}    (once)" for c in constants.program.externs]
     return GraphReport(
         compiled.name,
         compiled.role,
         list(kernels.values()),
         [f"{c.claim.name}    {c.note}" for c in program.library_calls],
-        [c.note for c in program.externs],
+        [c.note for c in program.externs] + once,
         sizes[0],
         sizes[1],
         len(plan.root),
         compiled.seconds,
-        getattr(stats, "compiled", 0),
-        getattr(stats, "hits", 0),
+        sum(getattr(s, "compiled", 0) for s in stats),
+        sum(getattr(s, "hits", 0) for s in stats),
+        list(folding.texts) if folding is not None else [],
+        folding.nbytes if folding is not None else 0,
+        len(folding.frozen) if folding is not None else 0,
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,11 @@ from dicp.passes.facts import FREE_OUTPUTS
 from dicp.passes.layout import repropagate
 from dicp.schedule.defs import View
 from dicp.vendor.base import takes_graphs
+
+GRADIENTS = (
+    "dicp: freeze does nothing where gradients are computed, since weights are about to change then; "
+    "call the model under torch.no_grad() or torch.inference_mode()"
+)
 
 
 def compile_joint(
@@ -43,7 +49,10 @@ def compile_joint(
                 _free_saved_strides(graph)
             elif role == "backward":
                 _saved_as_given(graph, inputs)
-            compiled = compile_graph(graph, vendor, config, role)
+            weights = compat.weights_of(gm) if config.freeze and role == "inference" else {}
+            if config.freeze and role == "forward":
+                warnings.warn(GRADIENTS, stacklevel=2)
+            compiled = compile_graph(graph, vendor, config, role, weights)
             _count(compiled)
             if role == "forward" and not effects:
                 compat.report_output_strides(output_strides(compiled))
@@ -122,6 +131,8 @@ def _count(compiled: Compiled) -> None:
     counters = compat.counters()
     program = compiled.program
     counters["graphs"] += 1
+    if compiled.folding is not None:
+        counters["folded"] += len(compiled.folding.forms)
     counters["kernels"] += len(program.launches)
     counters["library"] += len(program.library_calls)
     counters["extern"] += len(program.externs)

@@ -22,6 +22,7 @@ from dicp.errors import CacheError
 from dicp.runtime.artifact import Artifact, sources_digest
 from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
+from dicp.runtime.frozen import Frozen
 
 # the vendor and the config of the compile that torch loads something for
 _Compile = tuple[Any, Config] | None
@@ -99,6 +100,9 @@ def load(data: bytes, vendor: Any, config: Config) -> Callable[[list[Any]], Any]
     if vendor is None or vendor.name != artifact.vendor:
         vendor = vendors.get(artifact.vendor)
     call = vendor.load(artifact, config)
+    if artifact.folding is not None:
+        constants = vendor.load(artifact.constants, config)
+        call = Frozen(artifact.name, call, constants, artifact.folding, getattr(vendor, "pack", None))
     say(f"{artifact.name}: loaded as it was saved, not compiled", config)
     return call  # type: ignore[no-any-return]
 
@@ -119,7 +123,7 @@ def saved(compiled: Compiled, shortcut: compat.Shortcut | None, late: bool, effe
         artifact = program.to_bytes()
     except CacheError as e:
         return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: {e}")
-    for unit in program.units:
+    for unit in program.all_units:
         compat.record_artifact(unit.key.digest, unit.to_bytes())
     key = "" if shortcut is None else shortcut.key
     if not late:
@@ -134,10 +138,10 @@ def can_save(gm: fx.GraphModule, vendor: Any, config: Config) -> bool:
     """Whether the results for a graph may come from, and go to, torch's cache.
 
     Not where somebody watches the compile, and not where a result would hold values that the key does not
-    know: frozen weights, tensors that are constants of Dynamo's graph.
+    know: tensors that are constants of Dynamo's graph.
     """
     watched = config.dump is not None or config.debug >= 2 or config.verify
-    return hasattr(vendor, "load") and not watched and not config.freeze and not _constants(gm)
+    return hasattr(vendor, "load") and not watched and not _constants(gm)
 
 
 def _constants(gm: fx.GraphModule) -> bool:

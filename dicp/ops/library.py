@@ -7,6 +7,7 @@ graph still runs in eager PyTorch. They are functional, and used after autograd:
     scaled_linear  y = act(x @ w.T * scale + b) + other   w: int8
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
     attention  y = softmax(scale * q @ k.T + mask) @ v
+    pack       y = w, in a form that a vendor's library computes with; only the vendor knows what it is
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _SCHEMAS = (
     "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, int[] stride, int[] padding, int[] dilation, "
     "int groups, str act) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor",
+    "pack(Tensor w, str form) -> Tensor",
 )
 
 
@@ -47,6 +49,7 @@ def register() -> torch.library.Library:
         "scaled_linear": (scaled_linear, _scaled_linear_fake),
         "conv": (conv, _conv_fake),
         "attention": (attention, _attention_fake),
+        "pack": (pack, pack),
     }
     for schema in _SCHEMAS:
         name = schema.partition("(")[0]
@@ -171,6 +174,11 @@ def _attention_fake(
 ) -> Tensor:
     batch, heads, rows, _ = q.shape
     return q.new_empty([batch, rows, heads, v.shape[-1]]).transpose(1, 2)
+
+
+def pack(w: Tensor, form: str) -> Tensor:
+    """The weight itself: a form changes where it lies in memory, not what it is."""
+    return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device).copy_(w)
 
 
 def _check_act(op: str, act: str) -> None:

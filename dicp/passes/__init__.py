@@ -13,6 +13,7 @@ from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import rewrite_conv_matmul
 from dicp.passes.layout import choose_layout
+from dicp.passes.pack import pack_weights
 from dicp.passes.rewrite_attention import rewrite_attention
 from dicp.passes.rewrite_conv import rewrite_conv
 from dicp.passes.rewrite_dropout import rewrite_dropout
@@ -62,6 +63,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
     Pass("choose_layout", choose_layout, "it counts what the rewrites left"),
     Pass("rewrite_conv_matmul", rewrite_conv_matmul, "after layout: rows are channels-last positions"),
+    Pass("pack_weights", pack_weights, "last: it asks how each call will be made"),
 )
 
 

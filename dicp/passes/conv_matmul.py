@@ -19,6 +19,8 @@ from torch.fx import GraphModule, Node
 from dicp.compat import fake_mode_of, quiet_shapes, size_hint
 from dicp.ops.library import register
 from dicp.passes.facts import FREE_OUTPUTS, aten, value_of
+from dicp.passes.freeze import constants_of
+from dicp.passes.pack import packed_form
 from dicp.passes.rules import Emitter, finish
 
 Part = Literal["result", "input", "weight"]
@@ -91,16 +93,17 @@ def pays(vendor: Any, part: Part, conv: Convolution | None) -> bool:
 
 def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
     """conv(x, w)  ->  mm(rows of x, w^T), and the gradients likewise, where x is channels-last and the vendor
-    says that it pays."""
+    says that it pays. Convolutions stay whose weights the vendor packs."""
     if getattr(vendor, "matmul_pays", None) is None:
         return gm
     register()
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
     if mode is None:
         return gm
+    constants = constants_of(gm)
     for node in list(gm.graph.nodes):
         conv = convolution_of(node)
-        if conv is None:
+        if conv is None or packed_form(vendor, node, constants) is not None:
             continue
         with mode, quiet_shapes(mode):
             if node.target is aten.convolution_backward.default:

@@ -16,6 +16,8 @@ from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
 from dicp.passes.conv_matmul import convolution_of, pays
 from dicp.passes.facts import FREE_OUTPUTS, aten, is_pure, mutated_arguments, value_of
+from dicp.passes.freeze import constants_of
+from dicp.passes.pack import packed_form
 from dicp.vendor.base import takes_graphs
 
 CHANNELS_LAST = (0, 2, 3, 1)
@@ -53,7 +55,10 @@ class Plan:
     cost: float = 0.0
     gain: float = 0.0
     products: frozenset[Node] = frozenset()
-    """convolutions that become matrix products, whose rows are channels-last positions"""
+    """convolutions that become matrix products, whose rows are channels-last positions, and those of `packed`
+    weights"""
+    packed: frozenset[Node] = frozenset()
+    constants: frozenset[Node] = frozenset()
 
 
 def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
@@ -77,9 +82,12 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
         return gm
     costs = getattr(vendor, "layout_costs", None) or LayoutCosts()
     with mode, quiet_shapes(mode):
-        products = frozenset(n for n in gm.graph.nodes if _is_product(n, vendor))
-        plan = _plan(gm, costs, products) if _may_pay(gm, costs, products) else None
-    if plan is not None and plan.gain > plan.cost:
+        plan = Plan({}, constants=constants_of(gm))
+        plan.packed = frozenset(n for n in gm.graph.nodes if packed_form(vendor, n, plan.constants))
+        plan.products = plan.packed.union(n for n in gm.graph.nodes if _is_product(n, vendor))
+        if not _may_pay(gm, plan, costs) or not _plan(gm, plan, costs):
+            return gm
+    if plan.gain > plan.cost:
         _carry_out(gm.graph, plan)
     return gm
 
@@ -99,14 +107,14 @@ def _is_product(node: Node, vendor: Any) -> bool:
     return any(pays(vendor, part, conv) for part in (("input", "weight") if backward else ("result",)))  # type: ignore[arg-type]
 
 
-def _may_pay(gm: GraphModule, costs: LayoutCosts, products: frozenset[Node]) -> bool:
+def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
     """A bound without propagation: convolutions whose results leave the graph pay for those at least."""
     free = gm.meta.get(FREE_OUTPUTS, ())
     bound = 0.0
     for node in gm.graph.nodes:
         inputs = _conv_inputs(node)
-        if inputs and (node in products or _wants_channels_last(node, costs)):
-            bound += _gain(node, node in products, costs)
+        if inputs and (node in plan.products or _wants_channels_last(node, costs)):
+            bound += _gain(node, node in plan.products or plan.constants != frozenset(), costs)
     results = next(iter(reversed(gm.graph.nodes))).args[0]
     for i, node in enumerate(results if isinstance(results, (list, tuple)) else [results]):
         if (
@@ -135,15 +143,14 @@ def _weight_index(node: Node) -> int:
     return 2 if node.target is aten.convolution_backward.default else 1
 
 
-def _plan(gm: GraphModule, costs: LayoutCosts, products: frozenset[Node]) -> Plan | None:
-    """None where strides that somebody relies on could not be had back."""
-    plan = Plan({}, products=products)
+def _plan(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
+    """Fill the plan; False where strides that somebody relies on could not be had back."""
     converted: dict[tuple[Node, torch.memory_format], Any] = {}
     free = gm.meta.get(FREE_OUTPUTS, ())
     for node in gm.graph.nodes:
         if node.op == "output":
             if not _plan_outputs(plan, node, free, costs):
-                return None
+                return False
         elif node.op != "call_function":
             plan.values[node] = value_of(node)
         else:
@@ -151,8 +158,8 @@ def _plan(gm: GraphModule, costs: LayoutCosts, products: frozenset[Node]) -> Pla
             changed = [n for n in node.all_input_nodes if wanted[n] is not value_of(n)]
             plan.values[node] = value_of(node)
             if changed and not _plan_call(plan, node, wanted, changed, converted, costs):
-                return None
-    return plan
+                return False
+    return True
 
 
 def _plan_inputs(
@@ -173,13 +180,14 @@ def _plan_inputs(
         value = plan.values[source]
         if source in activations and not _is_channels_last(value):
             yield source, _convert(plan, node, source, torch.channels_last, converted, costs.conversion)
-        elif source is weight and _is_made_for(source, node) and not _is_channels_last(value):
+        elif source is weight and _weight_is_free(plan, source, node) and not _is_channels_last(value):
             # The kernel that computes the weight may as well write it in this order.
             yield source, _convert(plan, node, source, torch.channels_last, converted, 0)
         else:
             yield source, value
     if activations:
-        plan.gain += _gain(node, node in plan.products, costs)
+        free = node in plan.products or weight in plan.constants
+        plan.gain += _gain(node, free, costs)
 
 
 def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
@@ -190,12 +198,18 @@ def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
     return positions >= costs.min_positions or _is_channels_last(result)
 
 
+def _weight_is_free(plan: Plan, weight: Node, node: Node) -> bool:
+    """Whether the weight is had channels-last without moving more, and wanted so."""
+    return node not in plan.packed and (_is_made_for(weight, node) or weight in plan.constants)
+
+
 def _is_made_for(source: Node, user: Node) -> bool:
     return source.op == "call_function" and len(source.users) == 1 and user in source.users
 
 
-def _gain(node: Node, product: bool, costs: LayoutCosts) -> float:
-    """What one convolution spares; nothing where the user's own strides are channels-last."""
+def _gain(node: Node, free: bool, costs: LayoutCosts) -> float:
+    """What one convolution spares; nothing where the user's own strides are channels-last. free: its weight
+    costs nothing more that way."""
     x, weight = node.args[_conv_inputs(node)[0]], node.args[_weight_index(node)]
     if _is_channels_last(value_of(x)):
         return 0.0
@@ -203,7 +217,7 @@ def _gain(node: Node, product: bool, costs: LayoutCosts) -> float:
     results = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if r is not None]
     gain = costs.activation_gain * (_bytes(value_of(x)) + _bytes(results[0]))
     window = value_of(weight).shape[2:]
-    if product or all(size == 1 for size in window) or _is_made_for(weight, node):  # type: ignore[arg-type]
+    if free or all(size == 1 for size in window) or _is_made_for(weight, node):  # type: ignore[arg-type]
         return gain
     return gain - costs.weight_loss * _bytes(value_of(weight))
 

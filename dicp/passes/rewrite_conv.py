@@ -13,6 +13,7 @@ from dicp.compat import known_equal, size_hint
 from dicp.ir.verify import same_meta
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_contiguous, is_tensor, rank, same_dtype, same_shape, value_of
+from dicp.passes.freeze import constants_of
 from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
 
 _PER_CHANNEL = {
@@ -66,7 +67,8 @@ def rewrite_conv(gm: GraphModule, vendor: Claims) -> GraphModule:
     running statistics (the operator, or its arithmetic on [N,1,1] operands) into weight and bias. Then one
     residual of the same shape, then one activation. Each step needs the value to have no other user.
     Scaling the weight reads and writes it once more, and spares the result one more read and write, so it
-    is done where the weight is the smaller of the two, by the sizes seen while tracing. Only in float32 and
+    is done where the weight is the smaller of the two, by the sizes seen while tracing, and where all that
+    takes part is frozen, so that it happens once. Only in float32 and
     float64: a weight rounded to bfloat16 once more may double the error eager makes.
     Transposed convolutions stay. Chains the vendor does not claim are shortened from their end.
     """
@@ -74,10 +76,10 @@ def rewrite_conv(gm: GraphModule, vendor: Claims) -> GraphModule:
     if not nodes:
         return gm
     register()
-    activations = activations_of(gm)
+    activations, constants = activations_of(gm), constants_of(gm)
     for node in nodes:
         for conv in reversed(list(_chain(Conv(node, node), activations))):
-            if conv.scales and not _folding_pays(conv):
+            if conv.scales and not _folding_pays(conv, constants):
                 continue
             if _apply(conv, vendor):
                 break
@@ -166,9 +168,19 @@ def _activate(conv: Conv, activations: Activations) -> Conv | None:
     return dataclasses.replace(conv, root=root, act=act)
 
 
-def _folding_pays(conv: Conv) -> bool:
+def _folding_pays(conv: Conv, constants: frozenset[Node]) -> bool:
     weight, result = value_of(conv.node.args[1]), value_of(conv.node)
-    return weight.dtype in _FOLDED_DTYPES and _bytes(weight) < _bytes(result)
+    if weight.dtype not in _FOLDED_DTYPES:
+        return False
+    return constants.issuperset(_folded(conv)) or _bytes(weight) < _bytes(result)
+
+
+def _folded(conv: Conv) -> Iterator[Any]:
+    """What weight and bias of the convolution would be made of."""
+    yield from (a for a in conv.node.args[1:3] if a is not None)
+    for step in conv.affine:
+        parts = (step.operand,) if isinstance(step, Step) else (step.weight, step.bias, step.mean, step.var)
+        yield from (p for p in parts if p is not None)
 
 
 def _bytes(value: torch.Tensor) -> int:

@@ -41,13 +41,14 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     Products with an untransposed weight (GPT-2's Conv1D) stay. Where the weight is int8 and cast, scaled
     before or after the product, the call is dicp.scaled_linear, for a vendor that claims it.
     """
-    products = [starts for starts in map(_products, gm.graph.nodes) if starts]
-    if not products:
+    nodes = [n for n in gm.graph.nodes if _products(n)]
+    if not nodes:
         return gm
     register()
     activations = activations_of(gm)
-    for starts in products:
-        chains = (reversed(list(_chain(start, activations))) for start in starts)
+    for node in nodes:
+        # asked again: an operand may have become a call meanwhile
+        chains = (reversed(list(_chain(start, activations))) for start in _products(node))
         any(_apply(linear, vendor) for chain in chains for linear in chain)
     return finish(gm)
 

@@ -6,6 +6,8 @@ graph.
     values      its globals, pickled; what has to be loaded, not copied, stands there by name
     natives     the vendor's own record of each native function (`Vendor.restore` turns it into a callable)
     units       the shared objects, each under the key that it has in the build cache
+    constants   where weights are frozen, the program that computes what depends on them alone; of weights
+                themselves an artifact holds nothing
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from dicp.compat import higher_order_name
 from dicp.config import Config
 from dicp.errors import CacheError
 from dicp.ops.library import register
+from dicp.passes.freeze import Folding
 from dicp.runtime.arena import ARENA
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import Key, content_hash, read_meta
@@ -93,6 +96,8 @@ class Artifact:
     natives: Mapping[str, Any]
     units: tuple[SavedUnit, ...]
     requires: Mapping[str, str]
+    constants: Artifact | None = None
+    folding: Folding | None = None
 
     @staticmethod
     def of(
@@ -120,6 +125,15 @@ class Artifact:
             units,
             surroundings() | dict(requires or {}),
         )
+
+    def with_constants(self, constants: Artifact, folding: Folding) -> Artifact:
+        """This as the main program of a graph with frozen weights."""
+        return dataclasses.replace(self, constants=constants, folding=folding)
+
+    @property
+    def all_units(self) -> tuple[SavedUnit, ...]:
+        """Its units, and those of its constants."""
+        return self.units + (() if self.constants is None else self.constants.units)
 
     def function(self, restored: Mapping[str, Any]) -> Callable[[list[Any]], Any]:
         """The function of the program; `restored` has a callable for each of `natives`."""

@@ -20,9 +20,9 @@ from dicp.vendor.base import Machine
 class Buffer:
     """A named tensor in memory: sizes and strides in elements.
 
-    kind: input (a graph input), temp (arena), output (allocated for the caller), library (allocated by a
-    library
-    call), extern (a result of an aten call made from Python).
+    kind: input (a graph input), packed (an input that only the vendor's library can read), temp (arena),
+    output (allocated for the caller), library (allocated by a library call), extern (a result of an aten call
+    made from Python).
     """
 
     name: str

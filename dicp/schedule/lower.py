@@ -28,6 +28,7 @@ from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
 from dicp.ops.table import Declined, table
+from dicp.passes.freeze import PACKED
 from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused, slice_read_from_data
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.results import finish
@@ -116,7 +117,8 @@ class Lowering:
         val = node.meta["val"]
         if isinstance(val, torch.Tensor) and is_strided(val) and not is_token(node):
             self.symbols.give(*val.shape, *val.stride())
-            buffer = Buffer(node.name, self._sizes(val.shape), val.dtype, self._sizes(val.stride()), "input")
+            kind = "packed" if PACKED in node.meta else "input"
+            buffer = Buffer(node.name, self._sizes(val.shape), val.dtype, self._sizes(val.stride()), kind)
             self.out.buffers[buffer.name] = buffer
             self.out.inputs.append(buffer)
             self.values[node] = buffer.value() if ex.compute_dtype(val.dtype) in ex.COMPUTE_DTYPES else buffer

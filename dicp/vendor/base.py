@@ -119,6 +119,19 @@ class GraphVendor(Protocol):
         made (bytes, not handles) and unpickles to something that runs."""
 
 
+class Packs(Protocol):
+    """What a kernel vendor has besides, where its library has forms of its own for weights that do not
+    change."""
+
+    def packs(self, node: fx.Node) -> str | None:
+        """The form that the constant weight, argument 1, of a dicp::linear or dicp::conv is best given in;
+        None where it is best as it is. A packed convolution answers channels-last."""
+
+    def pack(self, weight: Any, form: str) -> Any:
+        """The weight in that form: an object whose `data_ptr()` is the integer that the program passes on.
+        """
+
+
 class Loads(Protocol):
     """What a vendor of either family has besides, where its programs are to be kept in torch's caches and in
     files of `aot_compile`. Without it they are compiled in every process."""

@@ -44,6 +44,18 @@ graph(arg0_1: f32[2,3,8], arg1_1: f32[4,8]):
 """,
         )
 
+    def test_one_product_of_another(self) -> None:
+        g = graph_of(lambda x, w, v: F.linear(F.linear(x, w), v), (S, K), (N, K), (K, N))
+        self.assertExpectedInline(
+            self.run_on(g),
+            """\
+graph(arg0_1: f32[3,8], arg1_1: f32[4,8], arg2_1: f32[8,4]):
+  v0: f32[3,4] = dicp.linear(arg0_1, arg1_1, None, None, none)
+  v1: f32[3,8] = dicp.linear(v0, arg2_1, None, None, none)
+  return v1
+""",
+        )
+
     def test_bias_added_to_the_product(self) -> None:
         g = graph_of(lambda x, w, b: torch.relu(F.linear(x, w) + b), (B, S, K), (N, K), (N,))
         self.assertExpectedInline(

@@ -53,6 +53,18 @@ class CpuGraph:
 
         return matmul_pays(part, conv)
 
+    def packs(self, node: fx.Node) -> str | None:
+        """The form in which oneDNN computes with a constant weight."""
+        from dicp.vendor.cpu_graph.packing import packs
+
+        return packs(node)
+
+    def pack(self, weight: Any, form: str) -> Any:
+        """The weight in that form."""
+        from dicp.vendor.cpu_graph.packing import pack
+
+        return pack(weight, form)
+
     def fingerprint(self, config: Any) -> str:
         from dicp.vendor.cpu_graph import toolchain
         from dicp.vendor.cpu_graph.build import compiler_identity

@@ -109,7 +109,11 @@ class SegmentWriter:
         return name, len(values)
 
     def tensor(self, v: View) -> str:
-        """A handle for a window on memory."""
+        """A handle for a window on memory, or of a packed weight."""
+        if v.buffer.kind == "packed":
+            if v.buffer.name not in self.arguments:
+                self.arguments.append(v.buffer.name)
+            return f"(Handle)a[{self.arguments.index(v.buffer.name)}]"
         return f"{self.tensor_object(v)}.h"
 
     def tensor_object(self, v: View) -> str:

@@ -1,0 +1,52 @@
+"""Weights that never change go to the vendor's library in the form that it computes with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dicp.ops.library import register
+from dicp.passes.facts import value_of
+from dicp.passes.freeze import constants_of
+from dicp.passes.rules import Emitter
+
+
+def packed_form(vendor: Any, node: Node, constants: frozenset[Node]) -> str | None:
+    """The form in which the vendor would rather have the weight of a dicp::linear or dicp::conv, if the
+    weight is constant; None where it would not, or has no such thing (`Vendor.packs`)."""
+    if not constants or node.target not in (torch.ops.dicp.linear.default, torch.ops.dicp.conv.default):
+        return None
+    ask = getattr(vendor, "packs", None)
+    form: str | None = ask(node) if ask is not None and node.args[1] in constants else None
+    return form
+
+
+def pack_weights(gm: GraphModule, vendor: Any) -> GraphModule:
+    """linear(x, w, ...)  ->  linear(x, pack(w, form), ...), where w is constant and the vendor has a form.
+
+    For convolutions only channels-last ones: in their packed forms libraries answer in that order.
+    """
+    constants = constants_of(gm)
+    if not constants:
+        return gm
+    register()
+    for node in list(gm.graph.nodes):
+        form = packed_form(vendor, node, constants)
+        if form is None:
+            continue
+        if node.target is torch.ops.dicp.conv.default and not _is_channels_last(node):
+            continue
+        w = node.args[1]
+        packed = Emitter(node)(torch.ops.dicp.pack.default, w, form, value=value_of(w))
+        node.update_arg(1, packed)
+    return gm
+
+
+def _is_channels_last(node: Node) -> bool:
+    values = (value_of(node.args[0]), value_of(node))
+    return all(v.dim() == 4 and v.is_contiguous(memory_format=torch.channels_last) for v in values)
+
+
+__all__ = ["pack_weights", "packed_form"]
