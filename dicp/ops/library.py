@@ -177,8 +177,8 @@ def _attention_fake(
 
 
 def pack(w: Tensor, form: str) -> Tensor:
-    """The weight itself: a form changes where it lies in memory, not what it is."""
-    return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device).copy_(w)
+    """The weight itself, contiguous: a form changes where its elements lie, not what they are."""
+    return w.clone(memory_format=torch.contiguous_format)
 
 
 def _check_act(op: str, act: str) -> None:

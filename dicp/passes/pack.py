@@ -38,9 +38,7 @@ def pack_weights(gm: GraphModule, vendor: Any) -> GraphModule:
             continue
         if node.target is torch.ops.dicp.conv.default and not _is_channels_last(node):
             continue
-        w = node.args[1]
-        packed = Emitter(node)(torch.ops.dicp.pack.default, w, form, value=value_of(w))
-        node.update_arg(1, packed)
+        node.update_arg(1, Emitter(node)(torch.ops.dicp.pack.default, node.args[1], form))
     return gm
 
 

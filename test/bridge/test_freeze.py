@@ -299,6 +299,20 @@ def test_packed_weights_too() -> None:
     assert watched.runs == 2
 
 
+@pytest.mark.parametrize("rows, packed", [(1, False), (64, True)])
+def test_few_rows_read_weights_as_they_are(rows: int, packed: bool) -> None:
+    """At memory speed, which packing would not raise, for twice the memory."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("oneDNN's formats")
+    model, x = nn.Linear(512, 512).bfloat16().eval(), torch.randn(rows, 512).bfloat16()
+    graphs: list[Compiled] = []
+    with torch.no_grad(), observe(graphs.append):
+        got = torch.compile(model, backend="dicp_cpu", options=FREEZE)(x)
+        verdict = judge("result", got, [model(x)], copy.deepcopy(model).double()(x.double()))
+    assert verdict.ok, verdict
+    assert (graphs[0].folding is not None) is packed
+
+
 def test_half_compiles_again(scaled: Watched) -> None:
     scaled(X)
     model = scaled.model.half()

@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
-from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn
+from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn, reads_weights
 
 FEW_ROWS = 16
 """Rows under which a float32 product reads its weight faster as it is: with one row, 1024 to 2816 columns,
@@ -42,7 +42,7 @@ def packs(node: fx.Node) -> str | None:
         return None
     if node.target is torch.ops.dicp.linear.default:
         rows = math.prod(size_hint(n) for n in x.shape[:-1])
-        as_it_is = w.dtype == torch.float32 and rows < FEW_ROWS
+        as_it_is = reads_weights(node) or w.dtype == torch.float32 and rows < FEW_ROWS
         return None if as_it_is or not prefers_onednn(w.dtype) else repr(("linear", rows))
     if w.dim() != 4:
         return None

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import known_equal, size_hint
+from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import FLOATS, SHIM, activation, argument, dense, dtype_of
@@ -205,6 +206,8 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
 
     at = Operands(0, 1, bias=2, other=3, transposed=True, act=act)
     library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
+    if PACKED in node.args[1].meta:  # type: ignore[union-attr]
+        return [library]
     return _ordered(node, config, None, library, gemv("linear", node, at))
 
 
