@@ -21,6 +21,7 @@ from dicp.runtime.frozen import Frozen
 from dicp.runtime.parts import assemble_parts
 from dicp.runtime.program import Program, make_program
 from dicp.runtime.progress import Progress
+from dicp.schedule.defs import Buffer, Lowered
 from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import build_kernels
 from dicp.schedule.lower import lower
@@ -116,8 +117,9 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         items = build_kernels(steps, lowered)
     dump.items("30_kernels", items)
     with step("memory"):
-        plan = plan_memory(items, lowered)
-    program = make_program(name, lowered, items, plan, owns_inputs=job.role == "backward")
+        owned = _owned_inputs(lowered) if job.role == "backward" else frozenset()
+        plan = plan_memory(items, lowered, owned)
+    program = make_program(name, lowered, items, plan, owned)
     dump.plan("40_memory", program)
     with step("build"):
         call = vendor.assemble(program, config)
@@ -136,6 +138,13 @@ def _with_constants(main: Compiled, constants: Compiled, folding: Folding, vendo
     else:
         main.program.save = lambda: save_main().with_constants(save_constants(), folding)
     return main
+
+
+def _owned_inputs(lowered: Lowered) -> frozenset[str]:
+    """The inputs of a backward that nobody else holds: all but the forward's own inputs, which AOTAutograd
+    names so."""
+    names = [b.name for b in lowered.inputs if isinstance(b, Buffer)]
+    return frozenset(n for n in names if not n.startswith("primals_"))
 
 
 def _done(compiled: Compiled, dump: Dump) -> Compiled:

@@ -120,5 +120,9 @@ def plan_text(program: Any) -> str:
         lines.append(
             f"  {name}: at {offset}, {_bytes(buffers[name].nbytes)}, until step {plan.last_use.get(name)}"
         )
+    lines += [
+        f"  {name}: of its own, {_bytes(buffers[name].nbytes)}, step {first} to {plan.last_use[name]}"
+        for name, first in plan.heap.items()
+    ]
     lines += [f"  {name}: in place of {root}" for name, root in plan.root.items()]
     return "\n".join(lines)

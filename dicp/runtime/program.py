@@ -10,7 +10,7 @@ return
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +29,15 @@ from dicp.schedule.memory import Plan, touched
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive native items. `kept`: library results that later steps or the caller need. `late`: those of
-    them whose sizes are known only from the tensor; the call that makes them is the segment's last item."""
+    """Consecutive native items. `allocs`, `frees`: by position in `items`, the roots to allocate before it
+    (of the plan's heap), and those to free after it. `kept`: library results, and heap, that later steps or
+    the caller need. `late`: those of them whose sizes are known only from the tensor; the call that makes
+    them is the segment's last item."""
 
     number: int
     items: list[Item] = field(default_factory=list)
-    frees: dict[int, list[str]] = field(default_factory=dict)  # position in items -> roots to free after it
+    allocs: dict[int, list[str]] = field(default_factory=dict)
+    frees: dict[int, list[str]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
 
@@ -51,7 +54,7 @@ class Program:
     sources: dict[str, str] = field(default_factory=dict)  # generated, by file name
     build_stats: Any = None
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
-    owns_inputs: bool = False
+    owned: Set[str] = frozenset()  # inputs that nobody else holds
     where: dict[int, int] = field(default_factory=dict)  # item -> step
 
     @property
@@ -95,20 +98,19 @@ class Program:
         return [found[n] for n in sorted(found)]
 
 
-RELEASE_BYTES = 8 << 20  # inputs that are dead but held, above which a backward stops to let them go
+RELEASE_BYTES = 2 << 20  # inputs that are dead but held, above which a backward stops to let them go
 
 
 def make_program(
-    name: str, lowered: Lowered, items: list[Item], plan: Plan, owns_inputs: bool = False
+    name: str, lowered: Lowered, items: list[Item], plan: Plan, owned: Set[str] = frozenset()
 ) -> Program:
     """Cut the items into native segments and extern calls, and decide what outlives a segment.
 
-    owns_inputs: nobody else holds the inputs (saved activations of a backward), so a segment ends where
-    enough of
+    owned: inputs that nobody else holds (saved activations of a backward). A segment ends where enough of
     them are dead, and they are freed there: activations shrink while gradients grow, as in eager.
     """
-    program = Program(name, lowered, items, plan, owns_inputs=owns_inputs)
-    dying = _dying_inputs(lowered, plan) if owns_inputs else {}
+    program = Program(name, lowered, items, plan, owned=owned)
+    dying = _dying_inputs(lowered, plan, owned)
     where: dict[int, int] = {}
     known = {s for b in lowered.inputs if b is not None for s in _unbacked(lowered, b)}
     dead = 0
@@ -130,23 +132,29 @@ def make_program(
     program.where = where
     returned = {plan.find(v.buffer.name) for v in views(lowered.outputs)}
     position = {id(item): k for k, item in enumerate(items)}
+    heap: dict[int, list[str]] = {}
+    for name, k in plan.heap.items():
+        heap.setdefault(k, []).append(name)
     for step in program.steps:
         if not isinstance(step, Segment):
             continue
         for at, item in enumerate(step.items):
-            if not isinstance(item, Call):
-                continue
-            for b in item.outputs:
-                if b is None or b.kind != "library":
-                    continue
-                final = plan.last_use.get(b.name, position[id(item)])
-                outlives = b.name in returned or where.get(final, -1) != where[position[id(item)]]
-                if b.name in step.late or outlives:
-                    step.kept.append(b.name)
+            k = position[id(item)]
+            if k in heap:
+                step.allocs[at] = heap[k]
+            for name in (*heap.get(k, ()), *_library_results(item)):
+                final = plan.last_use.get(name, k)
+                outlives = name in returned or where.get(final, -1) != where[k]
+                if name in step.late or outlives:
+                    step.kept.append(name)
                 else:
-                    spot = at + final - position[id(item)]
-                    step.frees.setdefault(spot, []).append(b.name)
+                    step.frees.setdefault(at + final - k, []).append(name)
     return program
+
+
+def _library_results(item: Item) -> list[str]:
+    outputs = item.outputs if isinstance(item, Call) else ()
+    return [b.name for b in outputs if b is not None and b.kind == "library"]
 
 
 def _sized_late(lowered: Lowered, call: Call, known: set[Any]) -> list[str]:
@@ -166,11 +174,11 @@ def _unbacked(lowered: Lowered, x: Any) -> set[Any]:
     return {s for n in numbers for s in lowered.symbols.unbacked(n)}
 
 
-def _dying_inputs(lowered: Lowered, plan: Plan) -> dict[int, int]:
-    """Bytes of inputs whose last use each item is."""
+def _dying_inputs(lowered: Lowered, plan: Plan, owned: Set[str]) -> dict[int, int]:
+    """Bytes of owned inputs whose last use each item is."""
     out: dict[int, int] = {}
     for b in lowered.inputs:
-        if isinstance(b, Buffer) and b.name in plan.last_use and isinstance(b.nbytes, int):
+        if isinstance(b, Buffer) and b.name in owned & plan.last_use.keys() and isinstance(b.nbytes, int):
             k = plan.last_use[b.name]
             out[k] = out.get(k, 0) + b.nbytes
     return out
@@ -250,14 +258,15 @@ class Runner:
         return "def call(args):\n" + "\n".join("    " + line for line in self.lines) + "\n"
 
     def _last_steps(self) -> dict[str, int]:
-        """The step after which nobody needs a tensor that Python holds: library results,
-        externs, owned inputs."""
-        kinds = ("library", "extern", "input") if self.program.owns_inputs else ("library", "extern")
+        """The step after which nobody needs a tensor that Python holds: library results, heap, externs, owned
+        inputs."""
+        kinds, owned = ("library", "extern"), self.program.owned
         steps = len(self.program.steps)
         return {
             name: self.program.where[item]
             for name, item in self.plan.last_use.items()
-            if self.lowered.buffers[name].kind in kinds and self.program.where.get(item, steps) < steps - 1
+            if (self.lowered.buffers[name].kind in kinds or name in self.plan.heap or name in owned)
+            and self.program.where.get(item, steps) < steps - 1
         }
 
     def _release(self, roots: Sequence[str]) -> None:

@@ -5,16 +5,20 @@ each at the
 lowest offset free during its life. Symbolic sizes: a freed slot is taken by a buffer of provably equal size.
 In-place reuse comes first: a kernel's result takes over the buffer of an operand that dies there and is read
 only at the position written. Where that is a library's buffer and the arena has room at that time anyway, the
-result moves there, and the library's buffer is freed sooner.
+result moves there, and the library's buffer is freed sooner. Last, temporaries leave an arena that would be
+larger than what is alive when the program's memory peaks (schedule/heap.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.schedule.defs import Buffer, Call, Lowered, Scatter, View, views
+from dicp.schedule.heap import Lifetime, leaving
 from dicp.schedule.kernels import Item, Launch
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
@@ -22,13 +26,13 @@ ALIGN = 64  # bytes: a cache line, and the widest vector
 
 @dataclass(eq=False)
 class Plan:
-    """`offset`: bytes into the arena by buffer name. `root`: the buffer whose memory a buffer shares.
-    `last_use`:
-    the item after which a root's memory is free. `size`: arena bytes. `lower_bound`: the most that is alive
-    at once."""
+    """`offset`: bytes into the arena by buffer name. `root`: the buffer whose memory a buffer shares. `heap`:
+    temporaries outside the arena, with the item before which they are allocated. `last_use`: the item after
+    which a root's memory is free. `size`: arena bytes. `lower_bound`: the most that is alive at once."""
 
     root: dict[str, str] = field(default_factory=dict)
     offset: dict[str, Index] = field(default_factory=dict)
+    heap: dict[str, int] = field(default_factory=dict)
     last_use: dict[str, int] = field(default_factory=dict)
     size: Index = 0
     lower_bound: Index = 0
@@ -56,7 +60,8 @@ class _Placed:
     life: _Life
 
 
-def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
+def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset()) -> Plan:
+    """owned: inputs that nobody else holds, which are freed after their last use."""
     plan = Plan()
     for b in lowered.buffers.values():
         if b.kind == "temp" and lowered.symbols.late(b.nbytes):  # not known when the arena is taken
@@ -74,6 +79,7 @@ def plan_memory(items: list[Item], lowered: Lowered) -> Plan:
     if all(isinstance(life.nbytes, int) for life in lives):
         placed = _greedy_by_size(lives, plan)
         _leave_libraries(placed, lowered, plan, start, end)
+        _leave_arena(items, placed, lowered, plan, start, end, owned)
     else:
         _by_equal_size(lives, plan)
     plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
@@ -192,6 +198,73 @@ def _leave_libraries(
             plan.root[name] = first
         end[first], end[host] = end[host], start[first]
     plan.lower_bound = _most_alive(placed)
+
+
+def _leave_arena(
+    items: list[Item],
+    placed: list[_Placed],
+    lowered: Lowered,
+    plan: Plan,
+    start: dict[str, int],
+    end: dict[str, int],
+    owned: Set[str],
+) -> None:
+    """Give temporaries memory of their own where that lowers the program's peak, and place the rest anew."""
+    assert isinstance(plan.size, int)
+    movable = _movable(items, lowered, plan, start)
+    own = [
+        Lifetime(p.life.name, p.end - p.offset, p.life.start, p.life.end)
+        for p in placed
+        if p.life.name in movable
+    ]
+    others = _outside(items, lowered, plan, start, end, owned)
+    gone = leaving(own, others, len(items), plan.size)
+    if not gone:
+        return
+    plan.heap = {name: start[name] for name in sorted(gone)}
+    plan.offset = {}
+    _greedy_by_size([p.life for p in placed if p.life.name not in gone], plan)
+
+
+def _movable(items: list[Item], lowered: Lowered, plan: Plan, start: dict[str, int]) -> set[str]:
+    """Temporaries that may leave the arena: native code makes them, and Python, which knows a tensor by its
+    dtype, would see none of theirs as another's."""
+    dtypes: dict[str, set[Any]] = {}
+    for name, b in lowered.buffers.items():
+        dtypes.setdefault(plan.find(name), set()).add(b.dtype)
+    return {n for n in plan.offset if len(dtypes[n]) == 1 and not _from_python(items[start[n]])}
+
+
+def _from_python(item: Item) -> bool:
+    return isinstance(item, Call) and item.claim is None
+
+
+def _outside(
+    items: list[Item],
+    lowered: Lowered,
+    plan: Plan,
+    start: dict[str, int],
+    end: dict[str, int],
+    owned: Set[str],
+) -> list[Lifetime]:
+    """What the program holds beside its temporaries. Results are allocated where the native code begins that
+    writes them, and inputs that it owns are there from the first."""
+    out = []
+    first, begins = [], 0
+    for k, item in enumerate(items):
+        begins = k if owned or _from_python(item) else begins
+        first.append(begins)
+    for name, begin in start.items():
+        b = lowered.buffers[name]
+        if plan.find(name) != name or not isinstance(b.nbytes, int):
+            continue
+        if b.kind == "output":
+            out.append(Lifetime(name, b.nbytes, first[begin], len(items)))
+        elif b.kind in ("library", "extern"):
+            out.append(Lifetime(name, b.nbytes, begin, end[name]))
+        elif name in owned:
+            out.append(Lifetime(name, b.nbytes, 0, end[name]))
+    return out
 
 
 def _most_alive(placed: list[_Placed]) -> int:

@@ -89,6 +89,7 @@ def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool
     )
     sequence: list[Any] = []
     for k, item in enumerate(step.items):
+        sequence += [("allocate", program.lowered.buffers[root]) for root in step.allocs.get(k, [])]
         sequence.append(item)
         sequence += [("free", root) for root in step.frees.get(k, [])]
     writer.write(sequence)

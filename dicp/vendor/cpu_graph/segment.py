@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dicp.ir.index import Index
+from dicp.runtime.failure import LibraryCall
 from dicp.schedule.defs import Buffer, Call, View, operands, views
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen
@@ -79,7 +80,7 @@ class SegmentWriter:
         self.declared: set[str] = set()
         self.kernels: dict[str, str] = {}  # function of another unit -> its parameters, in order of first use
         self.templates: dict[str, str] = {}  # of these, the ones that claims brought -> source of their unit
-        self.calls: list[Call] = []
+        self.calls: list[Call | LibraryCall] = []  # by the number that a failed one returns
         self.kept: list[str] = []  # library results that outlive the segment, in slot order
         self.slots = 0  # words of the caller's for kept results, or for the operands of a failed call
         self.late = frozenset(late)
@@ -258,14 +259,28 @@ class SegmentWriter:
     # -- steps ---------------------------------------------------------------------------------------------
 
     def write(self, steps: Sequence[Any]) -> None:
-        """Add steps: Launch, Call, or ("free", root name)."""
+        """Add steps: Launch, Call, ("allocate", buffer) or ("free", root name)."""
         for step in steps:
             if isinstance(step, Launch):
                 self._launch(step)
             elif isinstance(step, Call):
                 self._library(step)
+            elif step[0] == "allocate":
+                self._allocate(step[1])
             else:
                 self.steps.append(f"{self.handles[step[1]]}.reset();")
+
+    def _allocate(self, b: Buffer) -> None:
+        """Memory of its own for a temporary that is not in the arena."""
+        self.lines = []
+        handle = self.handles[b.name] = f"{b.name}_t"
+        self.hoisted.append(f"Tensor {handle};")
+        sizes, n = self.ints(b.shape)
+        strides, _ = self.ints(b.strides)
+        self.calls.append(LibraryCall(f"{b.nbytes} bytes for a temporary", (), {}, (), ""))
+        layout = f"{n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]}"
+        self.lines.append(f"if (!{handle}.allocate({layout})) return {-len(self.calls)};")
+        self.steps += ["{", *("  " + line for line in self.lines), "}"]
 
     def _launch(self, launch: Launch) -> None:
         function = self.kernel_names[launch.kernel.digest]

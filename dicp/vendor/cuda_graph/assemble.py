@@ -184,6 +184,9 @@ class DeviceRunner(Runner):
 
     def _native(self, segment: Segment) -> None:
         for k, item in enumerate(segment.items):
+            for root in segment.allocs.get(k, []):
+                self.names[root] = root
+                self._allocate(root, self.lowered.buffers[root])
             if isinstance(item, Launch):
                 self._launch(item)
             else:

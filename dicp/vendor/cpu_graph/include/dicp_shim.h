@@ -104,6 +104,9 @@ struct Tensor {
     if (h) aoti_torch_get_data_ptr(h, &p);
     return (T*)p;
   }
+  bool allocate(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+    return !aoti_torch_empty_strided(ndim, sizes, strides, dtype, 0, 0, &h);
+  }
   // Lay the tensor out with the strides that the program was planned for; libraries may choose others.
   bool require(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
     bool same = true;
@@ -114,7 +117,7 @@ struct Tensor {
     }
     if (same) return true;
     Tensor fresh;
-    if (aoti_torch_empty_strided(ndim, sizes, strides, dtype, 0, 0, &fresh.h)) return false;
+    if (!fresh.allocate(ndim, sizes, strides, dtype)) return false;
     if (aoti_torch_copy_(fresh.h, h, 0)) return false;
     Handle old = h;
     h = fresh.h;

@@ -1,0 +1,120 @@
+"""Temporaries that leave the arena: when, which, and that programs which allocate them are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowered import compiled
+
+import dicp.compiler
+from dicp.runtime.program import Segment
+from dicp.schedule.heap import SMALLEST, Lifetime, leaving
+
+MB = 1 << 20
+
+
+def test_what_is_dead_at_the_peak_leaves() -> None:
+    early = [Lifetime("wide", 4 * MB, 0, 1), Lifetime("narrow", SMALLEST - 64, 0, 5)]
+    late = [Lifetime("logits", 16 * MB, 5, 6)]
+    assert leaving(early, late, 6, arena=4 * MB + SMALLEST) == {"wide"}
+
+
+def test_what_is_alive_at_the_peak_stays() -> None:
+    lives = [Lifetime("a", 4 * MB, 0, 5), Lifetime("b", 4 * MB, 4, 5)]
+    assert not leaving(lives, [Lifetime("logits", 16 * MB, 5, 6)], 6, arena=8 * MB)
+
+
+def test_little_gain_moves_nothing() -> None:
+    assert not leaving([Lifetime("a", MB, 0, 1)], [Lifetime("all", 100 * MB, 0, 6)], 6, arena=MB)
+
+
+lifetimes = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=15
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lifetimes, lifetimes)
+def test_the_peak_never_grows(mine: Any, theirs: Any) -> None:
+    own = [Lifetime(f"t{k}", n * SMALLEST // 4, a, a + b) for k, (n, a, b) in enumerate(mine)]
+    others = [Lifetime(f"o{k}", n * SMALLEST, a, a + b) for k, (n, a, b) in enumerate(theirs)]
+
+    def alive(lives: Any, k: int) -> int:
+        return sum(x.nbytes for x in lives if x.start <= k <= x.end)
+
+    steps = range(20)
+    arena = max(alive(own, k) for k in steps)
+    gone = leaving(own, others, len(steps), arena)
+    stay = max(alive([x for x in own if x.name not in gone], k) for k in steps)
+    outside = [x for x in own if x.name in gone] + others
+    assert stay + max(alive(outside, k) for k in steps) <= arena + max(alive(others, k) for k in steps)
+    assert all(x.nbytes >= SMALLEST for x in own if x.name in gone)
+
+
+def model(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (x.softmax(1) @ w).sin() @ v
+
+
+SIZES = (64, 4096), (4096, 64), (64, 16384)
+
+
+def run(fn: Any, *inputs: torch.Tensor, backend: str = "dicp_cpu") -> Any:
+    """The program that a backend makes of fn, whose results are compared with fn's."""
+    seen: list[dicp.compiler.Compiled] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    with torch.no_grad(), dicp.compiler.observe(seen.append):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(*inputs), fn(*inputs), rtol=1e-4, atol=1e-4)
+    return seen[0].program
+
+
+def test_native_code_allocates_and_frees_them() -> None:
+    program = run(model, *(torch.randn(s) for s in SIZES))
+    ((name, first),) = program.plan.heap.items()
+    (segment,) = program.steps
+    assert program.lowered.buffers[name].nbytes == MB and name not in program.plan.offset
+    assert segment.allocs == {first: [name]} and name in segment.frees[program.plan.last_use[name]]
+    assert program.plan.size < MB // 4
+
+
+@torch.library.custom_op("dicp_test::heap_double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+double.register_fake(torch.empty_like)
+
+
+def with_an_extern(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    wide = x.softmax(1)
+    return (double(wide @ w) + wide @ (w + 1)).sin() @ v
+
+
+def test_python_holds_them_between_segments() -> None:
+    program = run(with_an_extern, *(torch.randn(s) for s in SIZES))
+    (name,) = (n for n in program.plan.heap if program.lowered.buffers[n].shape == (64, 4096))
+    first, last = (s for s in program.steps if isinstance(s, Segment))
+    assert name in first.allocs[program.plan.heap[name]] and name in first.kept
+    assert f"{name}.data_ptr()" in program.sources["call.py"].split("code = native1")[1]
+
+
+def test_another_vendor_allocates_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DICP_CUDA_INTERPRET", "1")
+    program = run(
+        lambda x, w, v: double(x.softmax(1) @ w) @ v, *(torch.randn(s) for s in SIZES), backend="dicp_cuda"
+    )
+    text = program.sources["call.py"]
+    for name in program.plan.heap:
+        assert text.index(f"{name} = empty_strided") < text.index(f"del {name}")
+    assert program.plan.heap
+
+
+def test_sizes_known_only_at_run_time_stay_in_the_arena() -> None:
+    program = compiled(model, *SIZES, dynamic=True)
+    assert not program.plan.heap
