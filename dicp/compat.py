@@ -480,6 +480,13 @@ def load_backend(name: str) -> None:
         from torch._inductor import compile_fx  # noqa: F401
 
 
+def inductor_freezing() -> Any:
+    """A context in which Dynamo and Inductor compile weights as constants, where no gradients are wanted."""
+    from torch._inductor import config
+
+    return config.patch(freezing=True)
+
+
 def graph_breaks(since: int = 0) -> list[str]:
     """Why and at which of the user's lines Dynamo broke graphs in this process, from the `since`-th on: one
     text per place."""

@@ -28,7 +28,12 @@ class Contestant:
         if self.backend is None:
             return lambda model: model
         options = dict((self.training if training else self.options) or {})
-        return lambda model: torch.compile(model, backend=self.backend, options=options or None, **how)
+
+        def compile(model: Any) -> Any:
+            compiled = torch.compile(model, backend=self.backend, options=options or None, **how)
+            return _first_calls_freezing(compiled) if options.get("freezing") else compiled
+
+        return compile
 
     def load(self) -> None:
         """Import what its compiler needs: imports are not compile time."""
@@ -38,6 +43,25 @@ class Contestant:
     @property
     def is_dicp(self) -> bool:
         return self.backend is not None and self.backend.startswith("dicp")
+
+
+FIRST_CALLS = 4  # as many as may compile: a prompt, a token, and each once more
+
+
+def _first_calls_freezing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo asks Inductor's setting, not torch.compile's options, whether weights are constants: with the
+    option alone nothing is frozen. Set while calls compile, so that those that are timed cost no more."""
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > FIRST_CALLS:
+            return compiled(*args, **kwargs)
+        with compat.inductor_freezing():
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 # Inductor's tuned products for CPUs are for constant weights, so they come with freezing where weights are.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dicp.bench import __main__ as command
 from dicp.bench import contestants, run
@@ -29,6 +30,23 @@ def test_one_that_fails_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) 
 def test_worker_that_dies_is_a_failure() -> None:
     found = run.in_process(run.Job("steady", "no such model", SMALL, ("eager",)))
     assert "no such model" in found["eager"]["failed"]
+
+
+def test_freezing_freezes() -> None:
+    """For a function of Dynamo's, weights are then attributes of the graph, not inputs."""
+    inputs: list[int] = []
+    model = torch.nn.Linear(3, 3)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], **_: Any) -> Any:
+        inputs.append(len(example_inputs))
+        return gm.forward
+
+    for options in ({"freezing": True}, {}):
+        torch._dynamo.reset()
+        compile = contestants.Contestant("a", backend, options).compiler(training=False)  # type: ignore[arg-type]
+        with torch.no_grad():
+            compile(model)(torch.randn(2, 3))
+    assert inputs == [1, 3] and not torch._inductor.config.freezing
 
 
 def test_freezing_takes_no_part_in_training() -> None:
