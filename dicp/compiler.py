@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,20 @@ class Compiled:
     seconds: dict[str, float] = field(default_factory=dict)
     constants: Compiled | None = None
     folding: Folding | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many kernels, library calls and externs the program has, of each extern by name, and how many
+        values are folded."""
+        program = self.program
+        externs = Counter(f"extern:{call.node.target}" for call in program.externs)
+        return {
+            "kernels": len(program.launches),
+            "library": len(program.library_calls),
+            "extern": len(program.externs),
+            **externs,
+            **({} if self.folding is None else {"folded": len(self.folding.forms)}),
+        }
 
 
 def compile_graph(

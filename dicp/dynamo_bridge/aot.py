@@ -126,15 +126,5 @@ def output_strides(compiled: Compiled) -> list[Any]:
 
 
 def _count(compiled: Compiled) -> None:
-    """torch._dynamo.utils.counters["dicp"]: kernels, library calls, externs and their names, over all
-    compiles."""
-    counters = compat.counters()
-    program = compiled.program
-    counters["graphs"] += 1
-    if compiled.folding is not None:
-        counters["folded"] += len(compiled.folding.forms)
-    counters["kernels"] += len(program.launches)
-    counters["library"] += len(program.library_calls)
-    counters["extern"] += len(program.externs)
-    for call in program.externs:
-        counters[f"extern:{call.node.target}"] += 1
+    """torch._dynamo.utils.counters["dicp"]: what graphs are made of, over all compiles and loads."""
+    compat.counters().update({"graphs": 1, **compiled.counts})

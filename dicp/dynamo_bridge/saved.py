@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +50,6 @@ class SavedGraph(compat.output_code()):  # type: ignore[misc]
         """Called by torch on what it has unpickled."""
         if self.call is None:
             self.call = load(self.artifact, *(_compile.get() or (None, Config.make())))
-            compat.counters()["graphs_loaded"] += 1
 
     def prepare_for_serialization(self) -> None:
         """Called by torch before it pickles."""
@@ -103,6 +103,7 @@ def load(data: bytes, vendor: Any, config: Config) -> Callable[[list[Any]], Any]
     if artifact.folding is not None:
         constants = vendor.load(artifact.constants, config)
         call = Frozen(artifact.name, call, constants, artifact.folding, getattr(vendor, "pack", None))
+    compat.counters().update({"graphs_loaded": 1, **artifact.counts})
     say(f"{artifact.name}: loaded as it was saved, not compiled", config)
     return call  # type: ignore[no-any-return]
 
@@ -119,7 +120,7 @@ def saved(compiled: Compiled, shortcut: compat.Shortcut | None, late: bool, effe
     if save is None:
         return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: its vendor cannot save programs")
     try:
-        program: Artifact = save()
+        program: Artifact = dataclasses.replace(save(), counts=compiled.counts)
         artifact = program.to_bytes()
     except CacheError as e:
         return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: {e}")

@@ -98,6 +98,7 @@ class Artifact:
     requires: Mapping[str, str]
     constants: Artifact | None = None
     folding: Folding | None = None
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see `Compiled.counts`
 
     @staticmethod
     def of(

@@ -147,7 +147,7 @@ def arguments() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(args: Any, fn: Callable[..., Any] = model, grad: bool = False, **given: Any) -> Counter[str]:
-    """Compile as a fresh process would, check the result; "hit", "miss", "saved" and "loaded" counts."""
+    """Compile as a fresh process would, check the result; "hit", "miss" and "saved" counts, and dicp's."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -158,7 +158,7 @@ def run(args: Any, fn: Callable[..., Any] = model, grad: bool = False, **given: 
     if grad:
         y.sum().backward()
     found = {k.removeprefix("autograd_cache_"): v for k, v in counters["aot_autograd"].items()}
-    return Counter(found | {"loaded": counters["dicp"]["graphs_loaded"]})
+    return Counter(found | {"loaded": counters["dicp"]["graphs_loaded"]} | counters["dicp"])
 
 
 def hit(found: Counter[str]) -> bool:
@@ -173,6 +173,7 @@ def test_second_compile_hits(arguments: Any, grad: bool, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="dicp"):
         second = run(arguments, grad=grad)
     assert hit(second) and second["loaded"] == 1 + grad
+    assert all(second[what] == first[what] > 0 for what in ("kernels", "library")), "of what was loaded too"
     assert ["not compiled" in x.message for x in caplog.records if x.name == "dicp"] == [True] * (1 + grad)
 
 
