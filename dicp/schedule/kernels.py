@@ -96,7 +96,7 @@ def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[st
     kernel = Kernel(name, tuple(axes), params, used, tuple(body), _origins(body, group))
     reads = frozenset(e.args[0] for s in body for e in _all_exprs(s) if e.op == "load")
     writes = frozenset(s.buffer for s in body if isinstance(s, Store))
-    return Launch(kernel, buffers, first, _overwritable(body), reads, writes)
+    return Launch(kernel, buffers, first, _overwritable(body, axes), reads, writes)
 
 
 def _origins(body: list[Statement], group: Group) -> tuple[str, ...]:
@@ -335,26 +335,43 @@ def _params(body: list[Statement], lowered: Lowered) -> tuple[tuple[Param, ...],
     return params, buffers
 
 
-def _overwritable(body: list[Statement]) -> dict[str, frozenset[str]]:
+def _overwritable(body: list[Statement], axes: list[Axis]) -> dict[str, frozenset[str]]:
     """For each stored buffer, the loaded buffers that are only read at the very position it is stored to.
 
     With reductions only a store that follows all of them counts: an earlier one would change what later
-    phases read.
+    phases read. One with a value per outer point still comes before the last pass over the whole space; so
+    nobody but itself and the reductions may read what it overwrites.
     """
     reduced = {r for s in body if not isinstance(s, Store) for r in s.refs}
+    scanned = {r for s in body if isinstance(s, Scan) for r in s.refs}
+    inside = [a.var for a in axes if a.reduced or a.serial]
+
+    def per_outer_point(s: Store) -> bool:
+        exprs = _all_exprs(s)
+        indices = [s.index, *(i for e in exprs for i in e.args if isinstance(i, ix.Poly))]
+        refs = {e.args[0] for e in exprs if e.op == "ref"}
+        return (
+            bool(inside) and not refs & scanned and not any(ix.depends(i, v) for i in indices for v in inside)
+        )
+
     at: dict[str, set[Index]] = {}
-    for s in body:
+    storing: dict[str, set[int]] = {}
+    for k, s in enumerate(body):
         for e in _all_exprs(s):
             if e.op == "load":
                 at.setdefault(e.args[0], set()).add(e.args[1])
+                storing.setdefault(e.args[0], set()).update({k} if isinstance(s, Store) else ())
     out: dict[str, frozenset[str]] = {}
-    for s in body:
+    for k, s in enumerate(body):
         if (
             isinstance(s, Store)
             and s.mode == "set"
             and reduced <= {e.args[0] for e in _all_exprs(s) if e.op == "ref"}
         ):
-            out[s.buffer] = frozenset(n for n, where in at.items() if where == {s.index})
+            alone = per_outer_point(s)
+            out[s.buffer] = frozenset(
+                n for n, where in at.items() if where == {s.index} and not (alone and storing[n] - {k})
+            )
     return out
 
 

@@ -161,6 +161,15 @@ CASES: dict[str, Case] = {
     "rows_of_integers": Case(
         lambda x: (x.sum(1), x.amax(1), x.argmax(1), x.prod(1)), (rand(6, 39, dtype=torch.int32),)
     ),
+    # a result in place of an operand that is read by what is computed after it
+    "rows_result_before_last_pass": Case(
+        lambda x, t: ((s := x.sum(1)), x * s[:, None] - t[:, None]), (rand(5, 83), rand(5))
+    ),
+    "columns_result_before_last_pass": Case(
+        lambda x, t: ((s := x.sum(0)), x * s - t), (rand(9, 45), rand(45))
+    ),
+    "rows_two_results": Case(lambda x, t: ((s := x.sum(1)) * 2, s * t), (rand(5, 83), rand(5))),
+    "columns_two_results": Case(lambda x, t: ((s := x.sum(0)) * 2, s * t), (rand(9, 45), rand(45))),
     "rows_short": Case(lambda x: (x.sum(1), x.softmax(1)), (rand(50, 3),)),
     "rows_of_two_dims": Case(lambda x: x.sum((1, 3)), (rand(3, 4, 5, 17),)),
     "rows_bf16": Case(lambda x: (x.sum(1), x.softmax(1)), (rand(5, 77, dtype=torch.bfloat16),)),
@@ -465,7 +474,9 @@ def check_launch(
             shared = copies(before)
             shared[out] = shared[source].view(a.dtype)
             assert call(launch, isa, shared, sizes) == 0
-            close(shared[out][:-GUARD], after[out], f"{out} in place of {source} of {launch.kernel.name}")
+            for name in (p.name for p in launch.kernel.params if p.written and p.name != source):
+                why = f"{name} of {launch.kernel.name}, {out} in place of {source}"
+                close(shared[name][:-GUARD], after[name], why)
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 33, 64, 100])
