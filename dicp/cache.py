@@ -1,4 +1,5 @@
-"""The build cache from the command line: `python -m dicp.cache stats|verify|clear|export F|import F|why KEY`.
+"""The build cache from the command line:
+`python -m dicp.cache stats|verify|clear|costs|export FILE|import FILE|why KEY`.
 
 All take `--json`.  Exit status: 0 done, 1 damaged entries found, 2 wrong use or no access.
 """
@@ -18,8 +19,9 @@ from dicp.config import Config
 from dicp.errors import DicpError
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import inspect_entry, read_meta
+from dicp.tuning.costs import table
 
-USAGE = "usage: python -m dicp.cache stats|verify|clear|export FILE|import FILE|why KEY [--json]"
+USAGE = "usage: python -m dicp.cache stats|verify|clear|costs|export FILE|import FILE|why KEY [--json]"
 _DIFF_LINES = 40
 
 
@@ -96,6 +98,11 @@ def why(store: Store, key: str) -> dict[str, Any]:
     return {"key": matches[0], "label": mine["label"], "nearest": nearest, "differs": differs}
 
 
+def costs(store: Store) -> dict[str, Any]:
+    """What was measured under max_autotune: candidates of each call with microseconds, and the choice."""
+    return {"costs": table(store)}
+
+
 def _source_diff(old: Path, new: Path) -> list[str]:
     texts = []
     for folder in (old, new):
@@ -114,6 +121,7 @@ COMMANDS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {  # name -> (a
     "export": (1, export),
     "import": (1, import_),
     "why": (1, why),
+    "costs": (0, costs),
 }
 
 
@@ -130,6 +138,8 @@ def main(argv: list[str]) -> int:
         return 2
     if "--json" in argv:
         print(json.dumps(result, indent=2))
+    elif words[0] == "costs":
+        _show_costs(result["costs"])
     else:
         _show(result)
     return 1 if words[0] in ("verify", "import") and (result.get("removed") or result.get("refused")) else 0
@@ -146,6 +156,17 @@ def _show(result: dict[str, Any], indent: str = "") -> None:
                 print(f"{indent}  {item}")
         else:
             print(f"{indent}{name}: {value}")
+
+
+def _show_costs(rows: list[dict[str, Any]]) -> None:
+    """A paragraph per call: the candidates in the heuristic's order, the choice marked."""
+    for row in rows:
+        print(f"{row['call']}    {row['device']}, {row['threads']} threads")
+        for name, us in row["microseconds"].items():
+            mark = "*" if name == row["choice"] else " "
+            print(f"  {mark} {'failed' if us is None else f'{us:.1f} us':>12}  {name}")
+    if not rows:
+        print("nothing was measured: compile with mode='max-autotune'")
 
 
 if __name__ == "__main__":

@@ -57,6 +57,15 @@ def quiet_shapes(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Run operators on data, inside a compile too, where fake tensors and tracers would take them over."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
 def promoted_dtypes(kind: str, *operands: object) -> tuple[torch.dtype, torch.dtype]:
     """The dtype torch computes an elementwise op in, and that of its result, for tensors and Python numbers.
     """

@@ -28,6 +28,7 @@ from dicp.schedule.kernels import build_kernels
 from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
 from dicp.schedule.partition import partition
+from dicp.tuning.choose import choose_claims
 from dicp.vendor.base import takes_graphs
 
 _numbers = itertools.count()
@@ -123,8 +124,10 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         with step("build"):
             program, call = assemble_parts(name, gm, parts, vendor, config)
         return _done(Compiled(name, job.role, call, program, job.seconds), dump)
+    with step("choose"):
+        claims = choose_claims(gm, vendor, config, lambda one, its: _compile_one(one, vendor, config, its))
     with step("lower"):
-        lowered = lower(gm, vendor, config)
+        lowered = lower(gm, vendor, config, claims)
     dump.definitions("20_lowered", lowered)
     with step("fuse"):
         steps = fuse(lowered)
@@ -160,6 +163,17 @@ def _owned_inputs(lowered: Lowered) -> frozenset[str]:
     names so."""
     names = [b.name for b in lowered.inputs if isinstance(b, Buffer)]
     return frozenset(n for n in names if not n.startswith("primals_"))
+
+
+def _compile_one(
+    gm: fx.GraphModule, vendor: Any, config: Any, claims: dict[fx.Node, Any]
+) -> Callable[[list[Any]], Any]:
+    """The way from here on, for the graph of one call that is to be measured."""
+    plain = dataclasses.replace(config, debug=0, dump=None)
+    lowered = lower(gm, vendor, plain, claims)
+    items = build_kernels(fuse(lowered), lowered)
+    program = make_program("candidate", lowered, items, plan_memory(items, lowered))
+    return vendor.assemble(program, plain)  # type: ignore[no-any-return]
 
 
 def _done(compiled: Compiled, dump: Dump) -> Compiled:

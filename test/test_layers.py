@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dicp.passes",),
     ("dicp.schedule",),
     ("dicp.runtime",),
+    ("dicp.tuning",),
     ("dicp.vendor.*",),
     ("dicp.compiler",),
     ("dicp.dynamo_bridge",),

@@ -57,6 +57,7 @@ from dicp.schedule.traced import (
     shape_env,
     use_counts,
 )
+from dicp.vendor.base import Claim
 
 aten = torch.ops.aten
 
@@ -66,15 +67,20 @@ CHEAP_COST = 6  # a single-load expression up to this cost is recomputed by ever
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 
 
-def lower(gm: fx.GraphModule, vendor: Any, config: Any) -> Lowered:
-    """Lower a graph for a kernel vendor. Raises UnsupportedOp where strict mode forbids an extern call."""
-    return Lowering(gm, vendor, config).run()
+def lower(
+    gm: fx.GraphModule, vendor: Any, config: Any, claims: dict[fx.Node, Claim] | None = None
+) -> Lowered:
+    """Lower a graph for a kernel vendor; claims: the library calls that were chosen, the vendor's own choice
+    by default. Raises UnsupportedOp where strict mode forbids an extern call."""
+    return Lowering(gm, vendor, config, claims).run()
 
 
 class Lowering:
     """The Builder that rules see, and the walk over the graph."""
 
-    def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, vendor: Any, config: Any, claims: dict[fx.Node, Claim] | None = None
+    ) -> None:
         self.gm, self.vendor, self.config = gm, vendor, config
         self.out = Lowered()
         self.out.machine = vendor.machine(config)
@@ -89,11 +95,10 @@ class Lowering:
             str, fx.Node
         ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
         self.dense: dict[fx.Node, Shape] = {}  # calls whose results do not lie as they were traced
-        self.claims = {
-            n: claim
-            for n in gm.graph.nodes
-            if n.op == "call_function" and (claim := vendor.claim(n, config)) is not None
-        }
+        if claims is None:
+            calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+            claims = {n: claim for n in calls if (claim := vendor.claim(n, config)) is not None}
+        self.claims = claims
         self.uses = use_counts(gm)
         self.in_memory = memory_counts(gm, self.claims)
         self.shared = returned_together(gm)

@@ -144,6 +144,20 @@ class Loads(Protocol):
         """
 
 
+class Offers(Protocol):
+    """What a kernel vendor has besides, where several of its calls can serve one node (dicp.tuning)."""
+
+    def candidates(self, node: fx.Node, config: Any) -> Sequence[Claim]:
+        """The claims for a node, each under a name of its own. The first is what `claim` returns; under
+        config.numerics "eager" the only one."""
+
+    def device_name(self, config: Any) -> str:
+        """Stable text of what timings depend on besides threads: the processor's model, instructions used."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given. Only of vendors whose calls return before."""
+
+
 def takes_graphs(vendor: Any) -> bool:
     """Whether a vendor is a GraphVendor."""
     return hasattr(vendor, "build")

@@ -34,6 +34,16 @@ class CpuGraph:
 
         return claim_for(node, config)
 
+    def candidates(self, node: fx.Node, config: Any) -> list[Claim]:
+        from dicp.vendor.cpu_graph.claims import candidates
+
+        return candidates(node, config)
+
+    def device_name(self, config: Any) -> str:
+        from dicp.vendor.cpu_graph.toolchain import cpu_model, host_isa
+
+        return f"{cpu_model()}, {host_isa(config)}"
+
     def aten_call(self, node: fx.Node, config: Any) -> Claim | None:
         """The op's own implementation in ATen's CPU library, called from generated code."""
         from dicp.vendor.cpu_graph.claims.dispatcher import aten_call

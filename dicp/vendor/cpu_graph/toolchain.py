@@ -173,6 +173,23 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+@functools.lru_cache(maxsize=1)
+def cpu_model() -> str:
+    """The processor's model, numbers included where Linux tells them: makers sell many under one name."""
+    words = {}
+    try:
+        with open("/proc/cpuinfo") as f:
+            for line in f:
+                name, _, value = line.partition(":")
+                if not name.strip():
+                    break
+                words[name.strip()] = value.strip()
+    except OSError:
+        pass
+    known = [words[k] for k in ("model name", "cpu family", "model", "stepping") if k in words]
+    return " ".join(known) or platform.processor() or platform.machine()
+
+
 def host_isa(config: Config) -> str:
     """The vector instructions to emit: those torch uses here, unless the `isa` option names others."""
     has = cpu_flags()

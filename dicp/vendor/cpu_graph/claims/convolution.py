@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import (
@@ -76,9 +78,52 @@ def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence
     return (*wanted, *rest)
 
 
-def convolution(node: fx.Node, config: Any) -> Claim | None:
-    if dtype_of(node) not in (*FLOATS, torch.float64):
+CHANNELS_LAST = (0, 2, 3, 1)
+LAYOUTS = {"channels-last": CHANNELS_LAST, "row-major": (0, 1, 2, 3)}
+
+
+def _in_both_layouts(claim: Claim, node: fx.Node, config: Any, operands: Sequence[int]) -> list[Claim]:
+    """The call in the layout that its operands have or the layout pass chose, and with `operands` brought
+    into the one or the other first, which oneDNN's kernels for some sizes are worth."""
+    image = node.args[0].meta["val"]  # type: ignore[union-attr]
+    packed = any(PACKED in a.meta for a in node.all_input_nodes)  # for the layout that was chosen
+    if config.numerics == "eager" or image.dim() != 4 or packed:
+        return [claim]
+
+    def brought(order: tuple[int, ...]) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:
+        def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+            bias = () if 2 in operands else (2,)
+            return [
+                lowering.in_order(a, order) if k in operands and a is not None else a
+                for k, a in enumerate(dense(*bias)(lowering, n, args))
+            ]
+
+        return prepare
+
+    lies = {_order(node.args[k]) for k in operands} - {None}
+    others = {name: order for name, order in LAYOUTS.items() if lies != {order}}
+    return [
+        claim,
+        *(
+            dataclasses.replace(claim, name=f"{claim.name}, {name}", prepare=brought(order))
+            for name, order in others.items()
+        ),
+    ]
+
+
+def _order(operand: Any) -> tuple[int, ...] | None:
+    """The layout that the pass chose for an operand, or the one it was traced with."""
+    from dicp.schedule.strides import order_of
+
+    if not isinstance(operand, fx.Node):
         return None
+    found = operand.meta.get("dicp_layout")
+    return tuple(order_of(operand.meta["val"]) if found is None else found)
+
+
+def convolution(node: fx.Node, config: Any) -> list[Claim]:
+    if dtype_of(node) not in (*FLOATS, torch.float64):
+        return []
 
     def emit(w: Any, c: Call) -> None:
         x, weight, bias, stride, pad, dilation, transposed, opad, groups = c.args
@@ -95,10 +140,11 @@ def convolution(node: fx.Node, config: Any) -> Claim | None:
             ],
         )
 
-    return Claim("convolution: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
+    claim = Claim("convolution: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
+    return _in_both_layouts(claim, node, config, (0, 1))
 
 
-def conv(node: fx.Node, config: Any) -> Claim | None:
+def conv(node: fx.Node, config: Any) -> list[Claim]:
     act = argument(node, 8, "act", "none")
 
     def emit(w: Any, c: Call) -> None:
@@ -150,12 +196,13 @@ def conv(node: fx.Node, config: Any) -> Claim | None:
             wanted[3] = lowering.in_order(wanted[3], n.meta["dicp_layout"])
         return wanted
 
-    return Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare)
+    claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare)
+    return _in_both_layouts(claim, node, config, (0, 1, 3))
 
 
-def convolution_backward(node: fx.Node, config: Any) -> Claim | None:
+def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
     if dtype_of(node.args[0]) not in (*FLOATS, torch.float64):
-        return None
+        return []
 
     def emit(w: Any, c: Call) -> None:
         grad, x, weight, bias_sizes, stride, pad, dilation, transposed, opad, groups, mask = c.args
@@ -177,4 +224,5 @@ def convolution_backward(node: fx.Node, config: Any) -> Claim | None:
         ]
         w.call(c, SHIM + "convolution_backward", [*handles, *bias, *tail])
 
-    return Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
+    claim = Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
+    return _in_both_layouts(claim, node, config, (0, 1, 2))

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import known_equal, size_hint
+from dicp.ir import index as ix
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
@@ -208,7 +209,25 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
     library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
     if PACKED in node.args[1].meta:  # type: ignore[union-attr]
         return [library]
-    return _ordered(node, config, None, library, gemv("linear", node, at))
+    found = _ordered(node, config, None, library, gemv("linear", node, at))
+    plain = act == "none" and argument(node, 3, "other", None) is None
+    return [*found, Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2))] if plain else found
+
+
+def _linear_by_blas(w: Any, c: Call) -> None:
+    """As a product of matrices: leading dims of x and y are one."""
+    x, weight, bias = c.args[0], c.args[1], c.args[2] if len(c.args) > 2 else None
+    y = c.outputs[0]
+    matrices = [
+        View(v.buffer, (ix.product(v.shape[:-1]), v.shape[-1]), (v.shape[-1], 1), v.offset)
+        for v in (View(y, y.shape, y.strides), x)
+    ]
+    out, rows = (w.tensor(m) for m in matrices)
+    columns = w.tensor(_transposed(weight))
+    if bias is None:
+        w.call(c, SHIM + "mm_out", [out, rows, columns])
+    else:
+        w.call(c, SHIM + "addmm_out", [out, w.tensor(bias), rows, columns, "1.0", "1.0"])
 
 
 def scaled_linear(node: fx.Node, config: Any) -> list[Claim]:

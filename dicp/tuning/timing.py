@@ -1,0 +1,73 @@
+"""How long calls take that serve the same node, measured in turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+COLD_BYTES = 64 << 20
+"""Operands change from call to call until that much was read: a model's weights come from memory, where the
+same ones again and again would come from a cache."""
+ROUNDS = 7
+SAMPLE_S = 1e-3  # a sample is at least that long, so that the clock and the call from Python count little
+BUDGET_S = 1.0  # for one node; three rounds at the least
+
+Run = Callable[[list[Any]], Any]
+
+
+def operand_sets(gm: fx.GraphModule) -> list[list[torch.Tensor]]:
+    """Inputs for a graph, several times over where they would all stay in a cache."""
+    vals = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    nbytes = sum(_extent(v) * v.element_size() for v in vals) or 1
+    copies = min(max(math.ceil(COLD_BYTES / nbytes), 1), 256)
+    generator = torch.Generator().manual_seed(0)
+    return [[_filled(v, generator) for v in vals] for _ in range(copies)]
+
+
+def _extent(val: torch.Tensor) -> int:
+    """Elements from the first to the last."""
+    if 0 in val.shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(val.shape, val.stride(), strict=True))
+
+
+def _filled(val: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of that shape, dtype and layout with small numbers, none of them subnormal."""
+    flat = torch.empty(_extent(val), dtype=val.dtype)
+    if val.dtype.is_floating_point:
+        flat.uniform_(-1, 1, generator=generator)
+    else:
+        flat.fill_(1)
+    return flat.to(val.device).as_strided(val.shape, val.stride())
+
+
+def time_calls(
+    calls: Mapping[str, Run], sets: list[list[torch.Tensor]], wait: Callable[[], None]
+) -> dict[str, float]:
+    """Seconds a call, by name: the least of alternating rounds, since what else runs here only adds to it.
+    wait: until the device is done."""
+
+    def sample(run: Run, start: int, count: int) -> float:
+        begun = time.perf_counter()
+        for k in range(start, start + count):
+            run(list(sets[k % len(sets)]))
+        wait()
+        return (time.perf_counter() - begun) / count
+
+    counts = {}
+    for name, run in calls.items():
+        sample(run, 0, 1)  # the first call of a library prepares what later ones reuse
+        counts[name] = min(max(math.ceil(SAMPLE_S / sample(run, 1, 1)), 1), 1000)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    begun = time.perf_counter()
+    for number in range(ROUNDS):
+        if number >= 3 and time.perf_counter() - begun > BUDGET_S:
+            break
+        for name, run in calls.items():
+            found[name].append(sample(run, number * counts[name], counts[name]))
+    return {name: min(samples) for name, samples in found.items()}
