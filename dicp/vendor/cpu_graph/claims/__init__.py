@@ -54,6 +54,8 @@ def supports(target: Any, node: fx.Node) -> bool:
     if target is torch.ops.dicp.scaled_linear.default:
         return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.conv.default:
+        if node.args[3] is not None and node.args[8] not in ("none", "relu"):
+            return False  # oneDNN's sums know no other activation
         return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     return dtype in FLOATS
 

@@ -1,0 +1,31 @@
+"""What follows a convolution inside oneDNN's call, and what does not fit there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dicp.compiler import Compiled, observe
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("act, inside", [(torch.relu, True), (torch.sigmoid, False), (F.gelu, False)])
+def test_activation_of_a_sum(act: Callable[[torch.Tensor], torch.Tensor], inside: bool, freeze: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(4, 4, 3, padding=1)
+    x, graphs = torch.randn(2, 4, 8, 8), []  # type: ignore[var-annotated]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return act(conv(x) + x)
+
+    with torch.no_grad(), observe(graphs.append):
+        got = torch.compile(fn, backend="dicp_cpu", options={"freeze": freeze})(x)
+        torch.testing.assert_close(got, fn(x), rtol=1e-5, atol=1e-5)
+    (graph,) = graphs
+    assert isinstance(graph, Compiled) and len(graph.program.library_calls) == 1
+    origins = [o for launch in graph.program.launches for o in launch.kernel.origins]
+    assert any(o.startswith(("relu", "sigmoid", "gelu")) for o in origins) is not inside
