@@ -1,0 +1,158 @@
+"""Loop shapes, and the text of loops.
+
+pointwise   for outer.. { for vector axis { load, compute, store } }
+rows        for outer.. { for each phase { for reduced axis, vectors along it { accumulate } combine
+lanes } }
+columns     for outer.. { for vectors of results { for reduced axis { accumulate in lanes } store } }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.index import Index
+from dicp.ir.kernel import Axis, Kernel, Scan, Store
+from dicp.vendor.cpu_graph.expression import index_text
+
+PARALLEL_WORK = 1 << 15  # element operations below which starting threads costs more than it brings
+INDENT = "  "
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The loop shape: its kind, the vectorised axis (None: scalar loops), the axes around and inside it."""
+
+    kind: str
+    vector: Axis | None
+    outer: tuple[Axis, ...]
+    inner: tuple[Axis, ...]
+
+
+def choose_shape(kernel: Kernel, lanes: int) -> Shape:
+    """Vectorise along the axis that most accesses walk contiguously."""
+    from dicp.schedule.kernels import _accesses, _all_exprs
+
+    inner = tuple(a for a in kernel.axes if a.reduced or a.serial)
+    outer = tuple(a for a in kernel.axes if not (a.reduced or a.serial))
+    stores = [s.index for s in kernel.body if isinstance(s, Store)]
+    loads = [e.args[1] for s in kernel.body for e in _all_exprs(s) if e.op == "load"]
+
+    def votes(a: Axis) -> int:
+        total = 0
+        for i in _accesses(list(kernel.body)):
+            split = ix.coefficient(i, a.var)
+            total += (2 if i in stores else 1) * (split is not None and split[0] == 1)
+        return total
+
+    best = max(outer, key=lambda a: (votes(a), outer.index(a)), default=None)
+    if not inner:
+        rest = tuple(a for a in outer if a is not best)
+        return Shape("pointwise", best, rest, ())
+    last = inner[-1]
+    scalar_rows = last.serial or any(isinstance(s, Scan) for s in kernel.body)
+    extent = ix.product(a.size for a in inner)
+    short = isinstance(extent, int) and extent < 2 * lanes
+    row_votes = sum(1 for i in loads if (c := ix.coefficient(i, last.var)) is not None and c[0] == 1)
+    column = (
+        best is not None
+        and votes(best) > 0
+        and (row_votes == 0 or short or (votes(best) > row_votes and not scalar_rows) or last.serial)
+    )
+    if column and best is not None:
+        return Shape("columns", best, tuple(a for a in outer if a is not best), inner)
+    return Shape("rows", None if scalar_rows else last, outer, inner)
+
+
+def vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str], str]) -> list[str]:
+    """Vectors along one axis: whole ones, then the tail."""
+    v, n = axis.var.name, _size(axis.size)
+    if isinstance(axis.size, int) and axis.size % lanes == 0:
+        return [
+            f"for (int64_t {v} = 0; {v} < {n}; {v} += LANES) {{",
+            *indent(["constexpr Full lanes;", *lines]),
+            "}",
+        ]
+    if isinstance(axis.size, int) and axis.size < lanes:
+        return [
+            "{",
+            *indent([f"constexpr int64_t {v} = 0;", f"constexpr Lanes lanes{{{n}}};", *lines]),
+            "}",
+        ]
+    step = fresh("step")
+    return [
+        f"const auto {step} = [&](int64_t {v}, auto lanes) {{",
+        *indent(lines),
+        "};",
+        "{",
+        INDENT + f"int64_t {v} = 0;",
+        INDENT + f"for (; {v} + LANES <= {n}; {v} += LANES) {step}({v}, Full{{}});",
+        INDENT + f"if ({v} < {n}) {step}({v}, lanes_left({n} - {v}));",
+        "}",
+    ]
+
+
+def shared_vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str], str]) -> list[str]:
+    """The same as one plain loop, so that threads can share it."""
+    v, n = axis.var.name, _size(axis.size)
+    head = f"for (int64_t {v} = 0; {v} < {n}; {v} += LANES) {{"
+    if isinstance(axis.size, int) and axis.size % lanes == 0:
+        return [head, *indent(["constexpr Full lanes;", *lines]), "}"]
+    step = fresh("step")
+    return [
+        head,
+        *indent(
+            [
+                f"const auto {step} = [&](auto lanes) {{",
+                *indent(lines),
+                "};",
+                f"if ({v} + LANES <= {n}) {step}(Full{{}});",
+                f"else {step}(lanes_left({n} - {v}));",
+            ]
+        ),
+        "}",
+    ]
+
+
+def few(axes: tuple[Axis, ...]) -> bool:
+    """Whether the axes have too few points to keep all threads busy."""
+    count = ix.product(a.size for a in axes)
+    return isinstance(count, int) and count < 2 * torch.get_num_threads()
+
+
+def around(kernel: Kernel, axes: tuple[Axis, ...], lines: list[str], extra: int = 0) -> list[str]:
+    """The outer loops, shared between threads when the work is worth it. `extra` loops of `lines` join
+    them."""
+    for a in reversed(axes):
+        lines = [for_line(a), *indent(lines), "}"]
+    loops = len(axes) + extra
+    if not loops:
+        return lines
+    work = ix.product(a.size for a in kernel.axes)
+    weight = max(1, sum(ex.cost(s.value) for s in kernel.body) // 4)
+    if isinstance(work, int):
+        if work * weight < PARALLEL_WORK:
+            return lines
+        condition = ""
+    else:
+        condition = f" if (({index_text(work, lambda a: a.name)}) * {weight} >= {PARALLEL_WORK})"  # type: ignore[attr-defined]
+    collapse = f" collapse({loops})" if loops > 1 else ""
+    return [f"#pragma omp parallel for{collapse} schedule(static){condition}", *lines]
+
+
+def _size(n: Index) -> str:
+    text = index_text(n, lambda a: a.key)
+    return text if text.isalnum() else f"({text})"
+
+
+def for_line(a: Axis) -> str:
+    v = a.var.name
+    return f"for (int64_t {v} = 0; {v} < {_size(a.size)}; ++{v}) {{"
+
+
+def indent(lines: list[str]) -> list[str]:
+    return [INDENT + line if not line.startswith("#") else line for line in lines]
