@@ -62,11 +62,12 @@ def decomposition_table(
 
 
 def own_decompositions() -> dict[OpOverload, Decomposition]:
-    """Ops that torch does not take apart."""
+    """Ops that torch does not take apart, or not as exactly as eager computes them."""
     aten = torch.ops.aten
     out: dict[OpOverload, Decomposition] = {
         aten.addbmm.default: addbmm,
         aten.masked_scatter.default: masked_scatter,
+        aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
     }
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
@@ -102,5 +103,14 @@ def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     """The k-th masked position gets the k-th element of source: a gather at the running count of the mask."""
     mask, x = torch.broadcast_tensors(mask, x)
-    place = (mask.reshape(-1).cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
-    return torch.where(mask, source.reshape(-1)[place], x).contiguous()
+    place = (mask.reshape(-1).cumsum(0) - 1).clamp(min=0)
+    # indexed by a vector: a scalar would be read by the host
+    return torch.where(mask, source.reshape(-1)[place].reshape(mask.shape), x).contiguous()
+
+
+def soft_margin_loss_backward(grad: Any, x: Any, target: Any, reduction: int = 1) -> Any:
+    """-target * sigmoid(-target * x), where torch's sigmoid - 1 leaves no digits of a small loss."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    grad, wide_x, wide_target = grad.to(wide), x.to(wide), target.to(wide)
+    out = -wide_target * torch.sigmoid(-wide_target * wide_x) * grad
+    return (out / x.numel() if reduction == 1 else out).to(x.dtype)

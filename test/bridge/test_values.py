@@ -314,3 +314,29 @@ def test_tensor_factors_are_kernels() -> None:
     before = counters["extern"]
     check(f, r(4), torch.tensor(2.0), calls=1)
     assert counters["extern"] == before
+
+
+def test_a_norm_of_one_element_is_its_magnitude() -> None:
+    """Exactly, where the power would overflow or round."""
+    x = torch.tensor([[1e30], [-0.942], [1e-30]])
+    for ord in (1.2, 2, 3):
+        norm = torch.compile(lambda x, ord=ord: torch.linalg.vector_norm(x, ord, 1), backend="dicp_cpu")
+        assert torch.equal(norm(x), x.abs()[:, 0])
+
+
+def test_the_gradient_of_a_small_soft_margin_loss_has_its_digits() -> None:
+    x, y = torch.tensor([8.5, -8.5, 2.0, -40.0, 80.0]).requires_grad_(), torch.tensor([1.8, -1.7, -1.0, 1.0, 1.0])
+    for reduction in ("mean", "none"):
+        exact = x.detach().double().requires_grad_()
+        F.soft_margin_loss(exact, y.double(), reduction=reduction).sum().backward()
+        loss = torch.compile(lambda x, r=reduction: F.soft_margin_loss(x, y, reduction=r), backend="dicp_cpu")
+        (grad,) = torch.autograd.grad(loss(x).sum(), x)
+        torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-6, atol=0)
+
+
+def test_the_gradient_of_selecting_a_scalar() -> None:
+    x, mask = torch.tensor(3.0, requires_grad=True), torch.tensor(True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        select = torch.compile(lambda x, m: torch.masked_select(x, m) * 2, backend="dicp_cpu", fullgraph=True)
+        (grad,) = torch.autograd.grad(select(x, mask).sum(), x)
+    assert grad == 2

@@ -182,6 +182,8 @@ def vector_norm(
     shape, out = b.meta(node)
     x = x if dtype is None else convert(x, dtype)
     wide = ex.compute_dtype(out)
+    if ord != 0 and Axes(x, dim).count == 1:
+        ord = 1  # whatever the power, the magnitude itself: it neither rounds nor overflows
     if ord in (math.inf, -math.inf):
         kind: ReduceKind = "max" if ord > 0 else "min"
         return reduce_over(b, kind, x, dim, keepdim, out, lambda e: s.sabs(ex.cast(e, wide)))
