@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import resource
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import dicp
 from dicp import compat
 from dicp.compiler import Compiled, observe
 from dicp.runtime.frozen import RESTLESS, Frozen
+from dicp.vendor.cpu_graph.packing import pack
 
 FREEZE = {"freeze": True}
 
@@ -169,8 +171,9 @@ def test_decoder_layer() -> None:
     assert any("cos" in o for c in [watched.graphs[0].constants] for k in c.program.launches for o in k.kernel.origins)  # type: ignore[union-attr]
 
 
-def test_strict_and_verified() -> None:
-    by_the_rule(Residual(8), torch.randn(1, 3, 8, 8), strict=True, verify=True)
+@pytest.mark.parametrize("options", [{"strict": True, "verify": True}, {"max_autotune": True}])
+def test_with_other_options(options: dict[str, bool]) -> None:
+    by_the_rule(Residual(8), torch.randn(1, 3, 8, 8), **options)
 
 
 def test_eager_numerics_keep_bits() -> None:
@@ -297,6 +300,21 @@ def test_packed_weights_too() -> None:
         watched.model.weight.mul_(2)
     watched(x)
     assert watched.runs == 2
+
+
+def test_packed_memory_goes() -> None:
+    """With what stands for it: the program's handle is given back."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("oneDNN's formats")
+    weight, form = torch.randn(1024, 1024), repr(("linear", 64))
+
+    def peak_after(packs: int) -> int:
+        for _ in range(packs):
+            pack(weight, form)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = peak_after(3)
+    assert peak_after(60) - before < 60 << 10  # KiB; all of them would be 240 MiB
 
 
 @pytest.mark.parametrize("rows, packed", [(1, False), (64, True)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -26,13 +27,12 @@ class Packed:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._handle = tensor_handle(tensor)
+        # not at exit, when what it takes may be gone already
+        weakref.finalize(self, tensors_from_handles, [self._handle]).atexit = False
 
     def data_ptr(self) -> int:
         """The handle: the program passes on what it gets as an address."""
         return self._handle
-
-    def __del__(self) -> None:
-        tensors_from_handles([self._handle])
 
 
 def packs(node: fx.Node) -> str | None:
