@@ -97,6 +97,15 @@ def test_operands_may_lie_anywhere() -> None:
     check(lambda x, w: x[1].expand(3, 301) @ w[0:1, :301].expand(517, 301).t(), x, w)
 
 
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_instruction_sets(dtype: torch.dtype, isa: str) -> None:
+    x, w, v = (torch.randn(*sizes, dtype=dtype) for sizes in ((3, 301), (517, 301), (301, 523)))
+    check(lambda x, w: F.silu(x @ w.t()), x, w, isa=isa)
+    torch._dynamo.reset()
+    check(lambda x, v: x @ v, x, v, isa=isa)
+
+
 def test_nan_and_infinity_spread_as_in_eager() -> None:
     x, w = torch.randn(2, 300), torch.randn(512, 300)
     w[5, 7], w[8, 9], x[1, 299] = float("nan"), float("inf"), float("-inf")
