@@ -125,7 +125,9 @@ def scaled() -> Watched:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+def said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], list[str]]]:
     """The warnings of dicp since the last call."""
 
     def take() -> list[str]:
@@ -134,6 +136,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
         return found
 
     logger = logging.getLogger("dicp")
+    monkeypatch.setattr(logger, "propagate", False)  # to the root, where caplog listens too
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.WARNING, logger="dicp"):
         yield take
