@@ -44,7 +44,20 @@ class CudaGraph:
     def claim(self, node: fx.Node, config: Any) -> Claim | None:
         from dicp.vendor.cuda_graph.claims import claim_for
 
-        return claim_for(node)
+        return claim_for(node, config)
+
+    def candidates(self, node: fx.Node, config: Any) -> list[Claim]:
+        from dicp.vendor.cuda_graph.claims import candidates
+
+        return candidates(node, config)
+
+    def device_name(self, config: Any) -> str:
+        """What timings depend on: the GPU's model, or that there is none."""
+        return "interpreter" if config.interpret else str(torch.cuda.get_device_name())
+
+    def synchronize(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def machine(self, config: Any) -> Machine:
         if config.interpret or not torch.cuda.is_available():
@@ -58,7 +71,8 @@ class CudaGraph:
         import triton
 
         gpus = sorted({torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())})
-        return f"triton {triton.__version__} cuda {torch.version.cuda} {gpus}"
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        return f"triton {triton.__version__} cuda {torch.version.cuda} {gpus} tf32 {tf32}"
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cuda_graph.assemble import assemble

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import codegen
 from dicp.vendor.cuda_graph.codegen import Source
 from dicp.vendor.cuda_graph.expression import host_text
+from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim, reach
 
 MAX_WORKERS = 8
 
@@ -60,16 +61,24 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     return call
 
 
-def emit_all(program: Program, config: Any) -> dict[str, Source]:
+def emit_all(program: Program, config: Any) -> dict[str, Source | Template]:
     """Each distinct kernel once, by digest."""
-    out: dict[str, Source] = {}
+    out: dict[str, Source | Template] = {}
     for launch in program.launches:
         if launch.kernel.digest not in out:
             out[launch.kernel.digest] = codegen.emit(launch.kernel, config.interpret)
+    for call in program.library_calls:
+        for made in template_launches(call):
+            out.setdefault(made.template.digest, made.template)
     return out
 
 
-def load_all(sources: dict[str, Source], config: Any) -> dict[str, Any]:
+def template_launches(call: Call) -> Sequence[Launched]:
+    """The kernels of our own that serve a claimed call; none, where a library does."""
+    return call.claim.kernels(call) if isinstance(call.claim, TemplateClaim) else ()
+
+
+def load_all(sources: Mapping[str, Source | Template], config: Any) -> dict[str, Any]:
     """Callable kernels by digest; for a GPU, the common variant of each is compiled now, in parallel."""
     from dicp.vendor.cuda_graph import launch
 
@@ -98,17 +107,20 @@ def load_all(sources: dict[str, Source], config: Any) -> dict[str, Any]:
     return out
 
 
-def programs_function(source: Source) -> Callable[..., int]:
+def programs_function(source: Source | Template) -> Callable[..., int]:
     """Programs of a launch, from the kernel's sizes."""
-    names = ", ".join(v.name for v in source.kernel.sizes)
-    return eval(f"lambda {names}: {codegen.programs_text(source)}")  # type: ignore[no-any-return]
+    return eval(f"lambda {', '.join(source.sizes)}: {source.grid}")  # type: ignore[no-any-return]
 
 
 class DeviceRunner(Runner):
     """Writes the function of a program. Claims call `view`, `value`, `result` and `line`."""
 
     def __init__(
-        self, program: Program, sources: dict[str, Source], kernels: dict[str, Any], config: Any
+        self,
+        program: Program,
+        sources: Mapping[str, Source | Template],
+        kernels: dict[str, Any],
+        config: Any,
     ) -> None:
         super().__init__(program, {})
         self.sources, self.kernels, self.interpret = sources, kernels, config.interpret
@@ -212,16 +224,47 @@ class DeviceRunner(Runner):
         head = [] if self.interpret else ["index", "stream"]
         self.lines.append(f"{source.name}({', '.join(head + args)})")
 
+    def templates(self, call: Call) -> None:
+        """The launches of a call that templates serve, and the scratch memory that they share."""
+        launches = template_launches(call)
+        scratch = next((made.scratch for made in launches if None in made.operands), None)
+        if scratch is not None:
+            self.lines.append(f"scratch = empty({host_text(scratch)}, dtype=torch.float32, device=device)")
+        for made in launches:
+            source = made.template
+            self.globals[source.name] = self.kernels[source.digest]
+            windows = [v for v in made.operands if v is not None]
+            args = [self._wide_of([*(reach(v) for v in windows), made.scratch])]
+            for v in made.operands:
+                if v is None:
+                    args.append("scratch" if self.interpret else "scratch.data_ptr()")
+                else:
+                    args.append(self._pointed(v))
+            head = [] if self.interpret else ["index", "stream"]
+            self.line(f"{source.name}({', '.join([*head, *args, *source.sizes])})", call.note)
+        if scratch is not None:
+            self.lines.append("del scratch")
+
+    def _pointed(self, v: View) -> str:
+        """A window as the launch takes it: its address, interpreted a tensor there."""
+        if self.interpret:
+            if v.buffer.numel == 0:
+                return f"empty(1, dtype={v.buffer.dtype})"
+            return self._view(View(v.buffer, (1,), (1,), v.offset))
+        address = self._address(v.buffer)
+        if v.offset == 0:
+            return address
+        return f"{address} + {v.buffer.dtype.itemsize} * ({host_text(v.offset)})"
+
     def _wide(self, launch: Launch) -> str:
         """Whether positions need 64 bits; found at each call when sizes are symbolic."""
+        extents = [ix.product(a.size for a in launch.kernel.axes)]
+        return self._wide_of([*extents, *(reach(View(b, b.shape, b.strides)) for b in launch.buffers)])
+
+    def _wide_of(self, reach: Iterable[Index]) -> str:
         from dicp.vendor.cuda_graph.launch import WIDE
 
-        reach: list[Index] = [ix.product(a.size for a in launch.kernel.axes)]
-        for b in launch.buffers:
-            total: Index = 1
-            for n, s in zip(b.shape, b.strides, strict=True):
-                total = total + (s * (n - 1) if isinstance(s, ix.Poly) else (n - 1) * s)
-            reach.append(total)
+        reach = list(reach)
         if any(isinstance(r, int) and r > WIDE for r in reach):
             return "True"
         texts = dict.fromkeys(f"{host_text(r)} > {WIDE}" for r in reach if not isinstance(r, int))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
+from dicp.vendor.cuda_graph import products
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,10 +37,22 @@ LIBRARY = {
 }
 
 
-def claim_for(node: fx.Node) -> Claim | None:
-    """The library call for a node."""
+def claim_for(node: fx.Node, config: Any) -> Claim | None:
+    """The call for a node, taken without measuring."""
+    found = candidates(node, config)
+    return found[0] if found else None
+
+
+def candidates(node: fx.Node, config: Any) -> list[Claim]:
+    """The calls that could serve a node, the one to take without measuring first; one under
+    numerics="eager"."""
     make = _table().get(node.target)
-    return make(node) if make is not None else None
+    claim = make(node) if make is not None else None
+    if claim is None:
+        return []
+    if node.target in _products() or node.target is torch.ops.dicp.linear.default:
+        return products.candidates(node, config, claim)
+    return [claim]
 
 
 def keeps(op: Any) -> bool:
@@ -48,7 +61,9 @@ def keeps(op: Any) -> bool:
 
 
 def supports(target: Any, node: fx.Node) -> bool:
-    """Whether a dicp::* call may be formed. Products do not: kernels fuse what follows them."""
+    """Whether a dicp::* call may be formed. Mostly products do not: the kernel that follows does the rest."""
+    if target is torch.ops.dicp.linear.default:
+        return products.supports_linear(node)
     if target is torch.ops.dicp.attention.default:
         val = node.meta.get("val")
         return isinstance(val, torch.Tensor) and val.dtype in FLOATS
@@ -70,6 +85,7 @@ def _out(name: str, op: Any) -> Claim:
     return Claim(f"{name}: cuBLAS", emit, out=True)
 
 
+@functools.cache
 def _products() -> dict[Any, Callable[[fx.Node], Claim]]:
     outs = {
         aten.mm.default: aten.mm.out,
@@ -185,4 +201,5 @@ def _table() -> dict[Any, Callable[[fx.Node], Claim | None]]:
         aten.convolution.default: _convolution,
         aten.convolution_backward.default: _convolution,
         torch.ops.dicp.attention.default: _attention,
+        torch.ops.dicp.linear.default: products.linear_library,
     }

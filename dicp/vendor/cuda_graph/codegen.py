@@ -15,6 +15,7 @@ walks the axes in order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
-from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical
+from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store, canonical
 from dicp.vendor.cuda_graph.expression import (
     NO_DIMS,
     TYPES,
@@ -90,14 +91,35 @@ class Source:
     blocks: Blocks
     checks: bool
 
+    stages = None  # of a software pipeline: Triton's own choice
+
     @property
-    def constants(self) -> tuple[str, ...]:
-        return (
-            "INDEX",
-            "X",
-            *(("Y",) if self.tile.form == "plane" else ()),
-            *(("R",) if self.tile.r else ()),
-        )
+    def params(self) -> tuple[Param, ...]:
+        return self.kernel.params
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return tuple(v.name for v in self.kernel.sizes)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Tile sizes by the names they have in the text."""
+        b = self.blocks
+        plane = {"Y": b.y} if self.tile.form == "plane" else {}
+        return {"X": b.x} | plane | ({"R": b.r} if self.tile.r else {})
+
+    @property
+    def warps(self) -> int:
+        return self.blocks.warps
+
+    @property
+    def grid(self) -> str:
+        """Programs of a launch, as Python text over the sizes."""
+        return programs_text(self)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return self.kernel.origins
 
 
 def emit(kernel: Kernel, interpreted: bool = False) -> Source:
@@ -247,19 +269,17 @@ def _module(source: Source, function: list[str]) -> str:
         "",
         "",
     ]
-    return "\n".join([*head, *function, "", "", *_main(source), ""])
+    alone = example_lines(source.name, example(source), source.sizes)
+    return "\n".join([*head, *function, "", "", *alone, ""])
 
 
-def _main(source: Source) -> list[str]:
-    """Runs the kernel alone, on random inputs."""
-    names = [v.name for v in source.kernel.sizes]
+def example_lines(name: str, example: dict[str, object], sizes: Sequence[str]) -> list[str]:
+    """The end of a module: runs its kernel alone, on random inputs."""
     return [
         'if __name__ == "__main__":',
         INDENT + "from dicp.vendor.cuda_graph.launch import try_alone",
         "",
-        INDENT
-        + f"try_alone({source.name}, {example(source)!r})"
-        + (f"  # sizes: {', '.join(names)}" if names else ""),
+        INDENT + f"try_alone({name}, {example!r})" + (f"  # sizes: {', '.join(sizes)}" if sizes else ""),
     ]
 
 
@@ -277,16 +297,13 @@ def example(source: Source) -> dict[str, object]:
         for name, i in [*spots, *([(s.buffer, s.index)] if isinstance(s, Store) else [])]:
             top = ix._limit(i, upper=True)
             reach[name] = max(reach[name], number(top) + 1 if top is not None else 1)
-    b = source.blocks
     return {
         "buffers": [(str(p.dtype).removeprefix("torch."), reach[p.name], p.written) for p in kernel.params],
         "sizes": [64] * len(kernel.sizes),
         "flags": source.checks,
         "programs": programs(source, lambda i: number(i)),
-        "constants": {"X": b.x}
-        | ({"Y": b.y} if source.tile.form == "plane" else {})
-        | ({"R": b.r} if source.tile.r else {}),
-        "warps": b.warps,
+        "constants": source.constants,
+        "warps": source.warps,
     }
 
 

@@ -465,6 +465,15 @@ def nonzero(x, flag, live):
     return tl.where(bad, tl.full([], 1, x.dtype), x)
 
 
+# -- products ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dot(x, y, acc, precision: tl.constexpr):
+    """acc + x @ y in float32; precision: what becomes of float32 operands, "ieee" or "tf32"."""
+    return tl.dot(x, y, acc, input_precision=precision)
+
+
 # -- along the second dim of a tile --------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dicp.errors import BuildError, DicpError
+from dicp.ir.kernel import Param
 from dicp.runtime.cache import Key, open_store
-from dicp.vendor.cuda_graph.codegen import Source
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -46,6 +46,31 @@ WIDE = 1 << 30  # elements from which positions take 64 bits (a last tile may re
 ALIGN = 16  # bytes: one vector access
 _loading = threading.Lock()
 _interpreting = threading.Lock()
+
+
+class Source(Protocol):
+    """An emitted kernel: codegen.Source, or a template."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def params(self) -> tuple[Param, ...]: ...
+    @property
+    def sizes(self) -> tuple[str, ...]: ...
+    @property
+    def constants(self) -> dict[str, int]: ...
+    @property
+    def warps(self) -> int: ...
+    @property
+    def stages(self) -> int | None: ...
+    @property
+    def checks(self) -> bool: ...
+    @property
+    def grid(self) -> str: ...
+    @property
+    def origins(self) -> tuple[str, ...]: ...
 
 
 def load(source: Source, config: Any) -> Any:
@@ -84,30 +109,29 @@ def compile_for(
     fusion: bool = True,
 ) -> Any:
     """A kernel compiled for a GPU, down to its binary; no GPU is needed. Raises BuildError."""
-    kernel, b = source.kernel, source.blocks
-    signature = {p.name: POINTERS[p.dtype] for p in kernel.params}
-    signature |= {v.name: "i64" if wide else "i32" for v in kernel.sizes}
+    signature = {p.name: POINTERS[p.dtype] for p in source.params}
+    signature |= dict.fromkeys(source.sizes, "i64" if wide else "i32")
     if source.checks:
         signature["flags"] = "*i32"
-    signature |= dict.fromkeys(source.constants, "constexpr")
-    values = {"INDEX": tl.int64 if wide else tl.int32, "X": b.x, "Y": b.y, "R": b.r}
-    constants = {name: values[name] for name in source.constants}
+    constants = {"INDEX": tl.int64 if wide else tl.int32} | source.constants
+    signature |= dict.fromkeys(constants, "constexpr")
     hint = [["tt.divisibility", ALIGN]]
-    attrs = {(k,): hint for k in range(len(kernel.params))} if aligned else {}
+    attrs = {(k,): hint for k in range(len(source.params))} if aligned else {}
     if round_sizes:
-        attrs |= {(len(kernel.params) + k,): hint for k in range(len(kernel.sizes))}
+        attrs |= {(len(source.params) + k,): hint for k in range(len(source.sizes))}
+    stages = {} if source.stages is None else {"num_stages": source.stages}
     try:
         return triton.compile(
             ASTSource(fn, signature, constants, attrs),
             target=target,
-            options={"num_warps": b.warps, "enable_fp_fusion": fusion},
+            options={"num_warps": source.warps, "enable_fp_fusion": fusion} | stages,
         )
     except (triton.CompilationError, RuntimeError, ValueError) as e:
         raise BuildError(
             f"Triton cannot compile {source.name} for {target.backend}:{target.arch}",
             message=str(e)[:4000],
             source=str(getattr(fn.fn, "__code__", fn).co_filename),
-            where=kernel.origins,
+            where=source.origins,
         ) from e
 
 
@@ -214,13 +238,13 @@ class GpuKernel:
     ) -> None:
         self.source, self.fn, self.programs, self.fusion = source, fn, programs, fusion
         self.find_driver, self.find_target = find_driver, find_target
-        self.n_pointers = len(source.kernel.params)
+        self.n_pointers = len(source.params)
         self.launchers: dict[tuple[int, bool, bool, bool], Launcher] = {}
         self.lock = threading.Lock()
 
     def __call__(self, device: int, stream: int, wide: bool, *arguments: int) -> None:
         n = self.n_pointers
-        sizes = arguments[n : n + len(self.source.kernel.sizes)]
+        sizes = arguments[n : n + len(self.source.sizes)]
         programs = self.programs(*sizes)
         if programs == 0:
             return
@@ -243,7 +267,7 @@ class GpuKernel:
         with self.lock:
             key = (device, aligned, wide, round_sizes)
             if key not in self.launchers:
-                count = self.n_pointers + len(self.source.kernel.sizes) + self.source.checks
+                count = self.n_pointers + len(self.source.sizes) + self.source.checks
                 self.launchers[key] = Launcher(compiled, count, self.find_driver())
             return self.launchers[key]
 
@@ -268,12 +292,11 @@ class InterpretedKernel:
         self.run.fn.__annotations__ = dict(plain.__annotations__)
 
     def __call__(self, wide: bool, *arguments: Any) -> None:
-        n, b = len(self.source.kernel.params), self.source.blocks
-        programs = self.programs(*arguments[n : n + len(self.source.kernel.sizes)])
+        n = len(self.source.params)
+        programs = self.programs(*arguments[n : n + len(self.source.sizes)])
         if programs == 0:
             return
-        values = {"INDEX": tl.int64 if wide else tl.int32, "X": b.x, "Y": b.y, "R": b.r}
-        constants = {name: values[name] for name in self.source.constants}
+        constants = {"INDEX": tl.int64 if wide else tl.int32} | self.source.constants
         with _interpreting, np.errstate(all="ignore"):  # the interpreter swaps functions of triton.language
             self.run[(programs,)](*arguments, **constants)
 
@@ -303,6 +326,7 @@ def try_alone(fn: Any, example: dict[str, Any]) -> None:
     extra = [torch.zeros(64, dtype=torch.int32, device="cuda")] if example["flags"] else []
     arguments = (*tensors, *example["sizes"], *extra)
     options = dict(example["constants"], INDEX=tl.int32, num_warps=example["warps"])
+    options |= {"num_stages": example["stages"]} if "stages" in example else {}
 
     def once() -> None:
         fn[(example["programs"],)](*arguments, **options)

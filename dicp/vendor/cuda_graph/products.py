@@ -1,0 +1,278 @@
+"""Who computes a product: cuBLAS, or a template (templates/product.py), and cut how.
+
+Without measuring, cuBLAS has what it does at the hardware's limit. A template comes first where it saves a
+pass over the result (an activation, with too few terms per result for cuBLAS to make up for it), and where
+there are so few rows that reading the weights is all the time there is. No constant below was measured on a
+GPU yet; the chooser measures what is offered.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.compat import size_hint
+from dicp.ir import index as ix
+from dicp.ops.library import ACTIVATIONS
+from dicp.schedule.defs import Call, View
+from dicp.vendor.base import Claim
+from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
+from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Plan, Product, kernels
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SMALL_M = 16
+"""Rows up to which a product with an epilogue is a template: it reads b once, whatever it does besides."""
+FUSED_K = {torch.float32: 128, torch.bfloat16: 1024, torch.float16: 1024}
+"""Terms of a sum up to which saving a pass over the result is more than what cuBLAS is faster by: at 4 TB/s
+and 60 TFLOP/s of float32, 800 of half precision, a template being a third or a fifth slower."""
+MULTIPROCESSORS = 132  # where there is no GPU to ask
+MAX_SPLIT = 16
+
+
+def precision() -> str:
+    """What torch.backends.cuda.matmul allows for float32. Dynamo compiles again when it changes."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@functools.cache
+def multiprocessors() -> int:
+    if not torch.cuda.is_available():
+        return MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties().multi_processor_count)
+
+
+# -- plans ---------------------------------------------------------------------------------------------------
+
+
+def plans(m: int, n: int, k: int, batch: int, dtype: torch.dtype, few: bool, along_k: bool) -> list[Plan]:
+    """Ways to cut a product, best first. few: m is known; along_k: neighbours in b are neighbours along k."""
+    out = []
+    if few and m <= MAX_ROWS:
+        out += [_few_rows(m, n, k, batch, along_k), _few_rows(m, n, k, batch, along_k, wide=True)]
+    if m <= 64:
+        height = 16 if m <= 16 else 32 if m <= 32 else 64
+        step = 32 if dtype == torch.float32 else 64
+        out += [_split(Plan("tile", height, columns, step), m, n, k, batch) for columns in (64, 32, 128)]
+        return out
+    half = dtype != torch.float32
+    tiles = [(128, 128, 8), (128, 64, 4), (64, 64, 4)] if half else [(128, 64, 8), (64, 64, 4), (32, 64, 4)]
+    made = [Plan("tile", a, b, 64 if half else 32, warps=w) for a, b, w in tiles]
+    made.sort(
+        key=lambda p: _count(p, m, n, batch) < multiprocessors()
+    )  # stable: the largest that fills the chip
+    if half:
+        made.append(Plan("tile", 128, 256, 64, warps=8))
+    return [*out, *made]
+
+
+def _count(plan: Plan, m: int, n: int, batch: int) -> int:
+    rows = 1 if plan.form == "rows" else -(-m // plan.m)
+    return batch * rows * -(-n // plan.n)
+
+
+def _few_rows(m: int, n: int, k: int, batch: int, along_k: bool, wide: bool = False) -> Plan:
+    step = (256 if along_k else 64) // (2 if m > 2 else 1)
+    columns = (16 if along_k else 64) // (1 if wide else 2)
+    return _split(Plan("rows", m, columns, step, stages=4), m, n, k, batch)
+
+
+def _split(plan: Plan, m: int, n: int, k: int, batch: int) -> Plan:
+    """In parts along k, until there are two programs for each multiprocessor, each of at least four steps."""
+    split = 1
+    while (
+        split < MAX_SPLIT
+        and _count(plan, m, n, batch) * split < 2 * multiprocessors()
+        and k >= 8 * split * plan.k
+    ):
+        split *= 2
+    return Plan(plan.form, plan.m, plan.n, plan.k, split, plan.warps, plan.stages)
+
+
+# -- claims --------------------------------------------------------------------------------------------------
+
+
+def supports_linear(node: fx.Node) -> bool:
+    """Whether dicp::linear is formed: where a template would compute it."""
+    x, w, _, _, act = (*node.args, *[None] * 5)[:5]
+    val = node.meta["val"]
+    if val.dtype not in FLOATS or not all(v.meta["val"].dtype == val.dtype for v in (x, w)):  # type: ignore[union-attr]
+        return False
+    return _template_first(node, str(act or "none"))
+
+
+def _template_first(node: fx.Node, act: str) -> bool:
+    m, _, k, _ = _sizes(node)
+    few = _known_rows(node)
+    if few is not None and few <= MAX_ROWS:
+        return True
+    if act == "none" and not _has_other(node):
+        return False
+    return (few is not None and m <= SMALL_M) or (act != "none" and k <= FUSED_K[node.meta["val"].dtype])
+
+
+def _has_other(node: fx.Node) -> bool:
+    return node.target is torch.ops.dicp.linear.default and len(node.args) > 3 and node.args[3] is not None
+
+
+def _known_rows(node: fx.Node) -> int | None:
+    """Rows of the result, where they are known and the operand is one matrix."""
+    val = node.meta["val"]
+    rows = val.shape[:-1] if node.target is torch.ops.dicp.linear.default else val.shape[-2:-1]
+    count = 1
+    for n in rows:
+        if not isinstance(n, int):
+            return None
+        count *= n
+    return count
+
+
+def _factors(node: fx.Node) -> tuple[Any, Any]:
+    """a: [.., M, K] and b, fake."""
+    a, b = node.args[1:3] if node.target in (aten.addmm.default, aten.baddbmm.default) else node.args[:2]
+    return a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
+
+
+def _sizes(node: fx.Node) -> tuple[int, int, int, int]:
+    """(m, n, k, batch) as seen while tracing"""
+    a, _ = _factors(node)
+    shape = [size_hint(n) for n in node.meta["val"].shape]
+    if node.target is torch.ops.dicp.linear.default:
+        rows = 1
+        for n in shape[:-1]:
+            rows *= n
+        return rows, shape[-1], size_hint(a.shape[-1]), 1
+    return shape[-2], shape[-1], size_hint(a.shape[-1]), shape[0] if len(shape) == 3 else 1
+
+
+def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
+    """The claims of a product, `library` among them, the one to take without measuring first."""
+    val = node.meta["val"]
+    a, b = _factors(node)
+    if config.numerics == "eager" or val.dtype not in FLOATS or not a.dtype == b.dtype == val.dtype:
+        return [library]
+    if not all(size_hint(n) for n in (*val.shape, a.shape[-1])):
+        return [library]
+    linear = node.target is torch.ops.dicp.linear.default
+    m, n, k, batch = _sizes(node)
+    rows = _known_rows(node)
+    along_k = size_hint(b.stride(-1 if linear else -2)) == 1
+    cuts = plans(m if rows is not None else max(m, 64), n, k, batch, val.dtype, rows is not None, along_k)
+    made: list[Claim] = [_template(node, config, plan) for plan in dict.fromkeys(cuts)]
+    first = linear or (batch == 1 and rows is not None and rows <= MAX_ROWS)
+    return [made[0], library, *made[1:]] if first else [library, *made]
+
+
+def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
+    linear = node.target is torch.ops.dicp.linear.default
+
+    def made(c: Call) -> Sequence[Launched]:
+        product = _linear(c) if linear else _matrix(c)
+        return kernels(product, plan, (c.note,) if c.note else (), config.interpret)
+
+    return claim(f"{_name(node)}: Triton {plan}", made, prepare=dense(0, 3) if linear else None)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", node.target))
+
+
+def dense(*positions: int) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:
+    """Operands whose leading dims are taken as one."""
+
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        return [
+            lowering.operand(a, dense=True) if k in positions and a is not None else a
+            for k, a in enumerate(args)
+        ]
+
+    return prepare
+
+
+def _linear(c: Call) -> Product:
+    """act(x @ w.T + b) + other, leading dims taken as one."""
+    x, w, bias, other, act = (*c.args, *[None] * 5)[:5]
+    y = c.outputs[0]
+    m, k, n = ix.product(x.shape[:-1]), x.shape[-1], y.shape[-1]
+    out = View(y, y.shape, y.strides)
+    return Product(
+        "linear" if act in (None, "none") else f"linear_{act}",
+        1,
+        m,
+        n,
+        k,
+        Operand("x", x, (0, k, 1)),
+        Operand("w", w, (0, w.strides[1], w.strides[0])),
+        Operand("out", out, (0, n, 1)),
+        None if bias is None else Operand("bias", bias, (0, 0, bias.strides[0])),
+        None if other is None else Operand("other", other, (0, n, 1)),
+        act=act or "none",
+        precision=precision(),
+    )
+
+
+def _matrix(c: Call) -> Product:
+    """mm, addmm, bmm, baddbmm, with whatever strides the operands have."""
+    added = c.node.target in (aten.addmm.default, aten.baddbmm.default)
+    bias, a, b = c.args[:3] if added else (None, *c.args[:2])
+    y = c.outputs[0]
+    batch = y.shape[0] if len(y.shape) == 3 else 1
+    out = View(y, y.shape, y.strides)
+    alpha, beta = (c.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    return Product(
+        str(c.node.target._opname),
+        batch,
+        y.shape[-2],
+        y.shape[-1],
+        a.shape[-1],
+        Operand("a", a, _three(a)),
+        Operand("b", b, _three(b)),
+        Operand("out", out, _three(out)),
+        None if bias is None or beta == 0 else Operand("bias", bias, _broadcast(bias, y.shape)),
+        None,
+        alpha,
+        beta,
+        precision=precision(),
+    )
+
+
+def _three(v: View) -> tuple[Any, Any, Any]:
+    return (0, *v.strides) if len(v.shape) == 2 else tuple(v.strides)  # type: ignore[return-value]
+
+
+def _broadcast(v: View, shape: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Strides along the result's axes of something that is spread over it."""
+    strides = [0 if n == 1 else s for n, s in zip(v.shape, v.strides, strict=True)]
+    return tuple([0] * (3 - len(strides)) + strides)  # type: ignore[return-value]
+
+
+# -- the library, for dicp::linear ---------------------------------------------------------------------------
+
+
+def linear_into(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: Any, other: Any, act: str) -> None:
+    """dicp::linear by cuBLAS, and what follows it by aten, into y."""
+    rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    if b is None:
+        torch.mm(rows, w.t(), out=out)
+    else:
+        torch.addmm(b, rows, w.t(), out=out)
+    if act != "none":
+        y.copy_(ACTIVATIONS[act](y))
+    if other is not None:
+        y.add_(other)
+
+
+def linear_library(node: fx.Node) -> Claim:
+    def emit(w: Any, c: Call) -> None:
+        x, weight, b, other, act = (*c.args, *[None] * 5)[:5]
+        args = [w.into(c.outputs[0]), *(w.value(v) for v in (x, weight, b, other)), repr(act or "none")]
+        w.line(f"{w.name('linear_into', linear_into)}({', '.join(args)})", c.note)
+
+    return Claim("linear: cuBLAS", emit, out=True, prepare=dense(0, 3))
+
+
+__all__ = ["candidates", "linear_library", "plans", "precision", "supports_linear"]

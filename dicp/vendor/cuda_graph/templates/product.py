@@ -1,0 +1,350 @@
+"""Products as Triton, with what follows them in the same kernel.
+
+    out[z, m, n] = act(alpha * sum over k of a[z, m, k] * b[z, k, n] + beta * bias) + other
+
+Two forms. `tile`: a program computes a tile of the result on the tensor cores; programs follow each other
+down groups of rows of tiles, so that what they read of b is still in L2. `rows`: for up to MAX_ROWS rows,
+where reading b is all the time there is; a program multiplies rows of a into the columns it reads, without
+tensor cores. Either may be split along k where there are fewer tiles than multiprocessors: partial sums go to
+scratch memory, and a second kernel adds them, in a fixed order, and does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.index import Index
+from dicp.schedule.defs import View
+from dicp.vendor.cuda_graph.codegen import INDENT
+from dicp.vendor.cuda_graph.expression import TYPES, host_text
+from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number, reach
+
+MAX_ROWS = 4
+GROUP = 8  # rows of tiles that share columns of b
+FINISH = 1024  # results of a program that adds partial sums
+
+ACTIVATIONS = {
+    "none": (),
+    "relu": ("y = d.maximum(y, tl.full([], 0.0, tl.float32))",),
+    "sigmoid": ("y = d.sigmoid(y)",),
+    "tanh": ("y = d.tanh(y)",),
+    "silu": ("y = y * d.sigmoid(y)",),
+    "gelu": ("y = y * 0.5 * (1 + d.erf(y * 0.7071067811865476))",),
+    "gelu_tanh": ("y = y * 0.5 * (1 + d.tanh(0.7978845608028654 * (y + 0.044715 * y * y * y)))",),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut: form, blocks (powers of two), parts along k, warps, stages of the pipeline."""
+
+    form: str
+    m: int
+    n: int
+    k: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+
+    def __str__(self) -> str:
+        parts = f", {self.split} parts" if self.split > 1 else ""
+        return f"{self.form} {self.m}x{self.n}x{self.k}{parts}"
+
+    def interpreted(self) -> Plan:
+        """The same with small blocks, so that small sizes have tails and several steps."""
+        small = (min(self.m, 32), min(self.n, 32), 32)
+        return replace(self, m=small[0], n=small[1], k=small[2])
+
+
+@dataclass(frozen=True)
+class Product:
+    """Sizes and operands; axes are (z, m, n), those of a (z, m, k), those of b (z, k, n)."""
+
+    stem: str
+    batch: Index
+    m: Index
+    n: Index
+    k: Index
+    a: Operand
+    b: Operand
+    out: Operand
+    bias: Operand | None = None
+    other: Operand | None = None
+    alpha: float = 1
+    beta: float = 1
+    act: str = "none"
+    precision: str = "ieee"
+
+    @property
+    def operands(self) -> list[Operand]:
+        return [o for o in (self.a, self.b, self.bias, self.other, self.out) if o is not None]
+
+    @property
+    def extents(self) -> list[Index]:
+        strides = [s for o in self.operands for s in o.strides]
+        return [self.batch, self.m, self.n, self.k, *strides]
+
+    @property
+    def formula(self) -> str:
+        """What is computed, for the reader of the module."""
+        inner = "sum over k of a[m, k] * b[k, n]"
+        inner = inner if self.alpha == 1 else f"{self.alpha} * {inner}"
+        if self.bias is not None:
+            inner += " + bias" if self.beta == 1 else f" + {self.beta} * bias"
+        inner = inner if self.act == "none" else f"{self.act}({inner})"
+        return f"out[m, n] = {inner}" + (" + other[m, n]" if self.other is not None else "")
+
+    @property
+    def sizes_text(self) -> str:
+        batch = f"z < {host_text(self.batch)}, " if self.batch != 1 else ""
+        return f"{batch}m < {host_text(self.m)}, n < {host_text(self.n)}, k < {host_text(self.k)}"
+
+
+def kernels(p: Product, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
+    """The launches that compute a product."""
+    plan = plan.interpreted() if interpreted else plan
+    first = _Writer(p, plan).launched(origins)
+    if plan.split == 1:
+        return [first]
+    return [first, _finish(p, plan, origins)]
+
+
+class _Writer:
+    """The first kernel: all there is, or the partial sums."""
+
+    def __init__(self, p: Product, plan: Plan) -> None:
+        self.p, self.plan = p, plan
+        self.lines: list[str] = []
+
+    def launched(self, origins: Sequence[str]) -> Launched:
+        p, plan = self.p, self.plan
+        self._place()
+        if plan.form == "rows":
+            self._rows()
+        else:
+            self._tile()
+        constants = (
+            {"BN": plan.n, "BK": plan.k}
+            if plan.form == "rows"
+            else {"BM": plan.m, "BN": plan.n, "BK": plan.k}
+        )
+        operands = [p.a, p.b] if plan.split > 1 else p.operands
+        written = None if plan.split > 1 else p.out
+        params = [(o.name, o.dtype, o is written, reach(o.view)) for o in operands]
+        views: list[View | None] = [o.view for o in operands]
+        if plan.split > 1:
+            params.append(("scratch", torch.float32, True, _scratch(p, plan)))
+            views.append(None)
+        about = [p.formula, p.sizes_text, str(plan)]
+        template = make(
+            p.stem,
+            about,
+            params,
+            p.extents,
+            constants,
+            self.lines,
+            self._grid(),
+            origins,
+            plan.warps,
+            plan.stages,
+        )
+        return Launched(template, tuple(views), _scratch(p, plan) if plan.split > 1 else 0)
+
+    # -- which part of the result ------------------------------------------------------------------------
+
+    def _tiles(self, extent: Index, block: int) -> str:
+        if isinstance(extent, int):
+            return str(-(-extent // block))
+        return f"(({host_text(extent)} + {block - 1}) // {block})"
+
+    def _grid(self) -> str:
+        rows = "1" if self.plan.form == "rows" else self._tiles(self.p.m, self.plan.m)
+        factors = [
+            rows,
+            self._tiles(self.p.n, self.plan.n),
+            f"({host_text(self.p.batch)})",
+            str(self.plan.split),
+        ]
+        return " * ".join(f for f in factors if f not in ("1", "(1)")) or "1"
+
+    def _place(self) -> None:
+        """Names z, part, tile_m and tile_n of a program."""
+        p, plan = self.p, self.plan
+        columns = self._tiles(p.n, plan.n)
+        rows = "1" if plan.form == "rows" else self._tiles(p.m, plan.m)
+        self.lines.append("tile = tl.program_id(0)")
+        if plan.split > 1:
+            self.lines += [f"part = tile % {plan.split}", f"tile = tile // {plan.split}"]
+        if p.batch != 1:
+            count = f"({rows} * {columns})" if rows != "1" else columns
+            self.lines += [f"z = (tile // {count}).to(INDEX)", f"tile = tile % {count}"]
+        if plan.form == "rows":
+            self.lines.append("n = tile.to(INDEX) * BN + tl.arange(0, BN)[:, None]")
+        elif rows == "1":
+            self.lines.append("tile_m, tile_n = 0, tile")
+        else:
+            self.lines += [
+                f"group = tile // ({GROUP} * {columns})",
+                f"inside = tile % ({GROUP} * {columns})",
+                f"height = tl.minimum({rows} - group * {GROUP}, {GROUP})",
+                f"tile_m, tile_n = group * {GROUP} + inside % height, inside // height",
+            ]
+
+    @property
+    def _z(self) -> str:
+        return "z" if self.p.batch != 1 else "0"
+
+    def _steps(self) -> tuple[str, bool]:
+        """(the loop over k, whether its last step may reach beyond the end)"""
+        k, block, split = self.p.k, self.plan.k, self.plan.split
+        if split == 1:
+            return f"for start in range(0, {host_text(k)}, BK):", not isinstance(k, int) or k % block != 0
+        if isinstance(k, int):
+            chunk = -(-k // (block * split)) * block
+            self.lines.append(f"begin = part * {chunk}")
+            return f"for start in range(begin, begin + {chunk}, BK):", chunk * split != k
+        whole = block * split
+        self.lines.append(f"chunk = ({host_text(k)} + {whole - 1}) // {whole} * BK")
+        return "for start in range(part * chunk, (part + 1) * chunk, BK):", True
+
+    def _live(self, name: str, extent: Index, block: int, position: str) -> str | None:
+        """The mask of a tile dim, named, where its last tile may reach beyond the end."""
+        if isinstance(extent, int) and extent % block == 0:
+            return None
+        self.lines.append(f"live_{name} = {position} < {host_text(extent)}")
+        return f"live_{name}"
+
+    # -- a tile on the tensor cores ------------------------------------------------------------------------
+
+    def _tile(self) -> None:
+        p, plan = self.p, self.plan
+        self.lines += [f"{x} = (tile_{x} * B{X} + tl.arange(0, B{X})).to(INDEX)" for x, X in ("mM", "nN")]
+        live_m = self._live("m", p.m, plan.m, "m")
+        live_n = self._live("n", p.n, plan.n, "n")
+        self.lines.append("acc = tl.full([BM, BN], 0.0, tl.float32)")
+        loop, tail = self._steps()
+        live_k = "live_k" if tail else None
+        left = p.a.at(self._z, "m[:, None]", "k[None, :]", full=True)
+        right = p.b.at(self._z, "k[:, None]", "n[None, :]", full=True)
+        inside = [
+            "k = (start + tl.arange(0, BK)).to(INDEX)",
+            *([f"live_k = k < {host_text(p.k)}"] if tail else []),
+            f"left = {_load(left, _both(live_m, '[:, None]', live_k, '[None, :]'))}",
+            f"right = {_load(right, _both(live_k, '[:, None]', live_n, '[None, :]'))}",
+            f'acc = d.dot(left, right, acc, "{p.precision}")',
+        ]
+        self.lines += [loop, *(INDENT + line for line in inside)]
+        live = {"m": "live_m[:, None]"} if live_m else {}
+        live |= {"n": "live_n[None, :]"} if live_n else {}
+        if plan.split > 1:
+            self._store_part("acc", "m[:, None]", "n[None, :]", " & ".join(live.values()))
+        else:
+            self.lines += ["y = acc", *epilogue(p, self._z, "m[:, None]", "n[None, :]", live)]
+
+    def _store_part(self, value: str, m: str, n: str, live: str | None) -> None:
+        p = self.p
+        batch = f"part.to(INDEX) * {number(p.batch)} + z" if p.batch != 1 else "part.to(INDEX)"
+        row = f"({batch}) * {number(p.m)}" if m == "0" else f"(({batch}) * {number(p.m)} + {m})"
+        at = f"scratch + {row} * {number(p.n)} + {n}"
+        self.lines.append(f"tl.store({at}, {value}{_mask(live)})")
+
+    # -- few rows ------------------------------------------------------------------------------------------
+
+    def _rows(self) -> None:
+        p = self.p
+        assert isinstance(p.m, int)
+        live_n = self._live("n", p.n, self.plan.n, "n")
+        self.lines += [f"acc{m} = tl.full([BN, BK], 0.0, tl.float32)" for m in range(p.m)]
+        loop, tail = self._steps()
+        live_k = f"(k < {host_text(p.k)})" if tail else None
+        where = p.b.at(self._z, "k", "n", full=True)
+        inside = [
+            "k = (start + tl.arange(0, BK)[None, :]).to(INDEX)",
+            f"right = {_load(where, _both(live_n, '', live_k, ''), p.b.dtype)}",
+        ]
+        for m in range(p.m):
+            left = _load(p.a.at(self._z, str(m), "k", full=True), live_k, p.a.dtype)
+            inside.append(f"acc{m} += right * {left}")
+        self.lines += [loop, *(INDENT + line for line in inside)]
+        for m in range(p.m):
+            if self.plan.split > 1:
+                self._store_part(f"d.row_sum(acc{m})", str(m), "n", live_n)
+            else:
+                self.lines += [
+                    f"y = d.row_sum(acc{m})",
+                    *epilogue(p, self._z, str(m), "n", {"n": live_n} if live_n else {}),
+                ]
+
+
+def epilogue(p: Product, z: str, m: str, n: str, live: dict[str, str]) -> list[str]:
+    """What becomes of y, the sums at positions m and n; live: masks by the axes they are of."""
+    lines = [] if p.alpha == 1 else [f"y = y * {p.alpha!r}"]
+    if p.bias is not None and p.beta != 0:
+        value = _load(p.bias.at(z, m, n), _limited(p.bias, live), p.bias.dtype)
+        lines.append(f"y = y + {value}" if p.beta == 1 else f"y = y + {p.beta!r} * {value}")
+    lines += ACTIVATIONS[p.act]
+    if p.other is not None:
+        lines.append(f"y = y + {_load(p.other.at(z, m, n), _limited(p.other, live), p.other.dtype)}")
+    kept = f"d.narrow(y, {TYPES[p.out.dtype]})" if p.out.dtype in ex.LOW_PRECISION else "y"
+    return [*lines, f"tl.store({p.out.at(z, m, n, full=True)}, {kept}{_mask(' & '.join(live.values()))})"]
+
+
+def _limited(o: Operand, live: dict[str, str]) -> str | None:
+    """The part of a mask along the axes that an operand has."""
+    has = dict(zip(("z", "m", "n"), (s != 0 for s in o.strides), strict=True))
+    kept = dict.fromkeys(mask for axes, mask in live.items() if any(has[a] for a in axes))
+    return " & ".join(kept) or None
+
+
+def _both(a: str | None, spread_a: str, b: str | None, spread_b: str) -> str | None:
+    """The masks of two dims of a tile, spread over it, as one."""
+    return " & ".join(mask + spread for mask, spread in ((a, spread_a), (b, spread_b)) if mask) or None
+
+
+def _mask(live: str | None) -> str:
+    return f", mask={live}" if live else ""
+
+
+def _load(address: str, live: str | None, widened: torch.dtype | None = None) -> str:
+    text = f"tl.load({address}, mask={live}, other=0)" if live else f"tl.load({address})"
+    return f"d.widen({text})" if widened in ex.LOW_PRECISION else text
+
+
+# -- partial sums --------------------------------------------------------------------------------------------
+
+
+def _scratch(p: Product, plan: Plan) -> Index:
+    return ix.product((p.batch, p.m, p.n)) * plan.split
+
+
+def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
+    """Adds the parts, and does what follows a product."""
+    total = ix.product((p.batch, p.m, p.n))
+    m, n = number(p.m), number(p.n)
+    parts = [f"tl.load(scratch + x + {s} * {number(total)}, mask=live, other=0)" for s in range(plan.split)]
+    parts[0] = "tl.load(scratch + x, mask=live, other=0)"
+    body = [
+        "x = tl.program_id(0).to(INDEX) * X + tl.arange(0, X)",
+        f"live = x < {host_text(total)}",
+        f"n = x % {n}",
+        f"m = x // {n} % {m}",
+        *([f"z = x // ({n} * {m})"] if p.batch != 1 else []),
+        f"y = {parts[0]}",
+        *(f"y = y + {part}" for part in parts[1:]),
+        *epilogue(p, "z" if p.batch != 1 else "0", "m", "n", {"zmn": "live"}),
+    ]
+    operands = [o for o in (p.bias, p.other, p.out) if o is not None]
+    params = [("scratch", torch.float32, False, _scratch(p, plan))]
+    params += [(o.name, o.dtype, o is p.out, reach(o.view)) for o in operands]
+    grid = f"(({host_text(total)}) + {FINISH - 1}) // {FINISH}"
+    about = [f"{plan.split} parts of the sums over k: {p.formula}", p.sizes_text]
+    template = make(f"{p.stem}_finish", about, params, p.extents, {"X": FINISH}, body, grid, origins, 4)
+    return Launched(template, (None, *(o.view for o in operands)), _scratch(p, plan))
+
+
+__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "kernels"]

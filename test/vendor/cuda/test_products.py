@@ -1,0 +1,216 @@
+"""Products as templates: every form, dtype, order in memory and epilogue, interpreted and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels import compile_everywhere
+from templates import run, view
+
+from dicp.config import Config
+from dicp.dynamo_bridge.backend import dicp_cuda
+from dicp.ir import index as ix
+from dicp.ir.index import Var
+from dicp.ops.library import ACTIVATIONS
+from dicp.vendor.cuda_graph import products
+from dicp.vendor.cuda_graph.templates import Launched, Operand
+from dicp.vendor.cuda_graph.templates.product import Plan, Product, kernels
+
+TILE, SPLIT = Plan("tile", 32, 32, 32), Plan("tile", 32, 32, 32, split=2)
+ROWS, ROWS_SPLIT = Plan("rows", 4, 16, 32), Plan("rows", 4, 16, 32, split=4)
+PLANS = {"tile": TILE, "split": SPLIT, "rows": ROWS, "rows_split": ROWS_SPLIT}
+
+
+@pytest.fixture(scope="module")
+def config(cuda_cache: str) -> Config:
+    return Config.make(options={"cache_dir": cuda_cache, "interpret": True})
+
+
+def product(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    act: str,
+    *,
+    transposed: bool = True,
+    batch: int = 1,
+    symbolic: bool = False,
+    bias: bool = True,
+    other: bool = True,
+    alpha: float = 1,
+    beta: float = 1,
+) -> tuple[Product, dict[str, torch.Tensor], torch.Tensor]:
+    """A product, its tensors, and what it should come to in float64."""
+    a = torch.randn(batch, m, k).to(dtype)
+    b = (torch.randn(batch, n, k).transpose(1, 2) if transposed else torch.randn(batch, k, n)).to(dtype)
+    tensors = {"a": a, "b": b, "out": torch.full((batch, m, n), float("nan")).to(dtype)}
+    if bias:
+        tensors["bias"] = torch.randn(n).to(dtype)
+    if other:
+        tensors["other"] = torch.randn(batch, m, n).to(dtype)
+    rows: Any = ix.of(Var("s0", None, 1)) if symbolic else m
+    given = {
+        name: Operand(
+            name,
+            view(name, t, rows if symbolic and name in ("a", "other", "out") else None),
+            (0, 0, 1) if name == "bias" else t.stride(),
+        )
+        for name, t in tensors.items()
+    }
+    made = Product("test", batch, rows, n, k, alpha=alpha, beta=beta, act=act, **given)
+    want = a.double() @ b.double() * alpha
+    want = ACTIVATIONS[act](want + tensors["bias"].double() * beta if bias else want)
+    return made, tensors, want + tensors["other"].double() if other else want
+
+
+def check(
+    made: Product,
+    tensors: dict[str, torch.Tensor],
+    want: torch.Tensor,
+    plan: Plan,
+    config: Config,
+    **how: Any,
+) -> list[Launched]:
+    launches = kernels(made, plan, ())
+    run(launches, tensors, config, **how)
+    loose = 1e-5 if tensors["out"].dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(tensors["out"].double(), want, rtol=loose, atol=loose * 2)
+    return launches
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_forms_and_activations(plan: str, act: str, config: Config) -> None:
+    check(*product(3, 37, 70, torch.float32, act), PLANS[plan], config)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("plan", PLANS)
+def test_dtypes_and_orders_in_memory(plan: str, dtype: torch.dtype, transposed: bool, config: Config) -> None:
+    made = product(2, 40, 64, dtype, "none", transposed=transposed, bias=False, alpha=0.5)
+    check(*made, PLANS[plan], config)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_batches_and_factors(plan: str, config: Config) -> None:
+    check(*product(3, 17, 33, torch.float32, "none", batch=3, alpha=-2, beta=0.25), PLANS[plan], config)
+
+
+@pytest.mark.parametrize("plan", ["tile", "split"])
+@pytest.mark.parametrize("m", [1, 70])
+def test_rows_that_vary(plan: str, m: int, config: Config) -> None:
+    check(*product(m, 37, 70, torch.float32, "gelu", symbolic=True), PLANS[plan], config, sizes=(m,))
+
+
+def test_groups_of_tiles_cover_the_result(config: Config) -> None:
+    """Nine rows of tiles and more: a whole group, and one that is cut short."""
+    check(*product(17 * 16, 40, 16, torch.float32, "none"), Plan("tile", 16, 16, 16), config)
+
+
+def test_operands_that_are_spread_out(config: Config) -> None:
+    """Stride 0 along rows, and along what is summed over."""
+    made, tensors, _ = product(20, 40, 70, torch.float32, "none", bias=False, other=False)
+    tensors["a"] = torch.randn(20).reshape(1, 20, 1).expand(1, 20, 70)
+    tensors["b"] = torch.randn(70).reshape(1, 70, 1).expand(1, 70, 40)
+    spread = {n: Operand(n, view(n, tensors[n]), (0, *tensors[n].stride()[1:])) for n in ("a", "b")}
+    want = tensors["a"].double() @ tensors["b"].double()
+    check(dataclasses.replace(made, **spread), tensors, want, SPLIT, config)
+
+
+def test_64_bit_positions(config: Config) -> None:
+    check(*product(3, 37, 70, torch.float32, "relu"), SPLIT, config, wide=True)
+
+
+def test_they_compile_for_every_gpu(config: Config) -> None:
+    made = []
+    for dtype, plan in ((torch.bfloat16, TILE), (torch.float32, SPLIT), (torch.float16, ROWS_SPLIT)):
+        made += kernels(product(4, 72, 64, dtype, "gelu_tanh")[0], plan, ())
+    made += kernels(
+        product(50, 72, 70, torch.bfloat16, "silu", symbolic=True)[0], Plan("tile", 64, 64, 64), ()
+    )
+    sources = [launched.template for launched in made]
+    assert compile_everywhere(sources, config) == 3 * len(sources)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "sizes", [(1, 4096, 4096), (4, 1024, 4096), (8, 4096, 1024), (48, 768, 768), (2048, 3072, 768)]
+)
+def test_every_plan_compiles_for_every_gpu(
+    sizes: tuple[int, int, int], dtype: torch.dtype, config: Config
+) -> None:
+    m, n, k = sizes
+    made = product(m, n, k, dtype, "gelu")[0]
+    plans = products.plans(m, n, k, 1, dtype, True, True)
+    sources = [launched.template for plan in plans for launched in kernels(made, plan, ())]
+    assert compile_everywhere(sources, config) == 3 * len(sources)
+
+
+def test_tf32_where_torch_allows_it(config: Config) -> None:
+    made, _, _ = product(20, 32, 32, torch.float32, "none")
+    assert '"ieee")' in kernels(made, TILE, ())[0].template.text
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert products.precision() == "tf32"
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert products.precision() == ("tf32" if before else "ieee")
+
+
+# -- through torch.compile -----------------------------------------------------------------------------------
+
+
+MODELS = {
+    "linear_gelu": (lambda x, w, b: F.gelu(F.linear(x, w, b)), 5),
+    "decode_residual": (lambda x, w, b: F.linear(x, w) + b, 1),
+    "decode_matrix": (lambda x, w, b: x @ w.t(), 2),
+    "large_mm": (lambda x, w, b: x @ w.t() + 1, 40),
+}
+SERVED = {
+    "linear_gelu": "linear_gelu_",
+    "decode_residual": "linear_",
+    "decode_matrix": "linear_",
+    "large_mm": "",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_who_serves_a_product(name: str, cuda_cache: str) -> None:
+    """A template where it fuses or rows are few; cuBLAS for the rest."""
+    from dicp import compiler
+
+    fn, m = MODELS[name]
+    x, w, b = torch.randn(m, 48), torch.randn(40, 48), torch.randn(40)
+    seen: list[Any] = []
+    with compiler.observe(seen.append):
+        got = torch.compile(fn, backend=dicp_cuda, options={"interpret": True, "cache_dir": cuda_cache})(
+            x, w, b
+        )
+    torch.testing.assert_close(got, fn(x, w, b), rtol=1e-5, atol=1e-5)
+    text = seen[0].program.sources["call.py"]
+    assert SERVED[name] in text and ("_out(" in text) == (name == "large_mm")
+
+
+def test_candidates_name_themselves_apart(cuda_cache: str) -> None:
+    import torch.fx as fx
+
+    from dicp.vendor.cuda_graph import vendor
+
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"], b.meta["val"] = torch.empty(512, 256), torch.empty(256, 512)
+    node = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    node.meta["val"] = torch.empty(512, 512)
+    for options in ({}, {"numerics": "eager"}):
+        config = Config.make(options=options)
+        names = [c.name for c in vendor.candidates(node, config)]
+        assert names[0] == vendor.claim(node, config).name == "mm: cuBLAS"
+        assert len(names) == len(set(names)) and (len(names) > 1) == (not options)
