@@ -214,3 +214,11 @@ def test_candidates_name_themselves_apart(cuda_cache: str) -> None:
         names = [c.name for c in vendor.candidates(node, config)]
         assert names[0] == vendor.claim(node, config).name == "mm: cuBLAS"
         assert len(names) == len(set(names)) and (len(names) > 1) == (not options)
+
+
+def test_measured_choice_is_right_too(cuda_cache: str) -> None:
+    options = {"interpret": True, "cache_dir": cuda_cache, "max_autotune": True}
+    x, w = torch.randn(3, 40), torch.randn(24, 40)
+    got = torch.compile(lambda x, w: torch.relu(x @ w.t()), backend=dicp_cuda, options=options)(x, w)
+    torch.testing.assert_close(got, torch.relu(x @ w.t()), rtol=1e-5, atol=1e-5)
+
