@@ -70,8 +70,8 @@ def _extent(run: dict[str, Any]) -> list[str]:
         f"torch {run['torch']}: {run['passed']:,} cases pass, {run['failed']} fail, {run['xfailed']} are "
         f"expected failures; {run['upstream']} fail under `aot_eager` alike, {run['skipped']} are refused "
         "by eager.",
-        f"Of {run['inductor_without_fallback']} operators that Inductor compiles without fallback, "
-        f"{run['without_extern']} ({share:.1f} %) compile here without extern.",
+        f"Of {run['inductor_without_fallback']} operators whose forward Inductor compiles without fallback, "
+        f"{run['without_extern']} ({share:.1f} %) compile here without extern, gradients included where run.",
         "",
         "Operators run: " + "; ".join(f"{mode}: {', '.join(names)}" for mode, names in modes.items()) + ".",
         "",

@@ -1,22 +1,39 @@
-"""Known failures: `{backend: {operator: {dtypes: reason}}}`. An entry whose cases all pass fails the run."""
+"""Known failures: `{backend: {operator: {kinds: reason}}}`, a kind being a unit's key without the operator.
+
+A kind in the table all of whose cases pass fails the run.
+"""
 
 from __future__ import annotations
 
-EXPECTED_FAILURES: dict[str, dict[str, dict[frozenset[str], str]]] = {}
+EXPECTED_FAILURES: dict[str, dict[str, dict[frozenset[str], str]]] = {
+    "dicp_cpu": {
+        "nn.functional.normalize": {
+            frozenset({"float32|gradient|static"}): (
+                "the gradient of x / |x| for one number is 0: eager's roundings cancel there, for four "
+                "numbers in five, and what a product rounds off is left here, 1e-9"
+            ),
+        },
+    },
+}
 
 
-def reason_for(backend: str, operator: str, dtype: str) -> str | None:
-    """Why this operator is known to fail in this dtype, None where it must pass."""
-    for dtypes, reason in EXPECTED_FAILURES.get(backend, {}).get(operator, {}).items():
-        if dtype in dtypes:
+def kind_of(key: str) -> str:
+    """`add|float32|forward|static` -> `float32|forward|static`"""
+    return key.partition("|")[2]
+
+
+def reason_for(backend: str, operator: str, kind: str) -> str | None:
+    """Why this operator is known to fail in units of this kind, None where it must pass."""
+    for kinds, reason in EXPECTED_FAILURES.get(backend, {}).get(operator, {}).items():
+        if kind in kinds:
             return reason
     return None
 
 
 def entries(backend: str) -> list[tuple[str, frozenset[str], str]]:
-    """(operator, dtypes, reason) of every entry."""
+    """(operator, kinds, reason) of every entry."""
     return [
-        (op, dtypes, reason)
+        (op, kinds, reason)
         for op, table in EXPECTED_FAILURES.get(backend, {}).items()
-        for dtypes, reason in table.items()
+        for kinds, reason in table.items()
     ]

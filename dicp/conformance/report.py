@@ -124,15 +124,15 @@ def build(backend: str, results: Sequence[UnitResult], seconds: float, device: s
     for name, units in sorted(by_operator.items()):
         report.operators.append(_operator(report, failing, opdb.find(name, device), units))
     ran = {
-        (r.key.split("|")[0], r.key.split("|")[1])
+        (r.key.split("|")[0], expected.kind_of(r.key))
         for r in results
         if any(c.status != "skip" for c in r.cases)
     }
-    for op, dtypes, reason in expected.entries(backend):
-        for dtype in sorted(dtypes):
-            if (op, dtype) in ran and (op, dtype) not in failing:
+    for op, kinds, reason in expected.entries(backend):
+        for kind in sorted(kinds):
+            if (op, kind) in ran and (op, kind) not in failing:
                 report.unexpected_passes.append(
-                    f"{op} {dtype}: every case passes; remove its entry ({reason})"
+                    f"{op} {kind}: every case passes; remove its entry ({reason})"
                 )
     return report
 
@@ -148,10 +148,11 @@ def _operator(
         dtype = unit.key.split("|")[1]
         if dtype not in out.dtypes:
             out.dtypes.append(dtype)
-        reason = expected.reason_for(report.backend, op.name, dtype)
+        kind = expected.kind_of(unit.key)
+        reason = expected.reason_for(report.backend, op.name, kind)
         for case in unit.cases:
             if case.status == "fail":
-                failing.add((op.name, dtype))
+                failing.add((op.name, kind))
                 case.status = "fail" if reason is None else "xfail"
             if case.status in ("fail", "xfail", "upstream"):
                 report.failures.append(_failure(op.name, dtype, unit.key, case))

@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dicp.conformance import cases, docs, grades, opdb, plan, tolerance
+from dicp.conformance import cases, docs, expected, grades, opdb, plan, tolerance
 from dicp.conformance.outcome import Outcome, Reference
-from dicp.conformance.report import way_of
+from dicp.conformance.report import Report, build, way_of
 from dicp.conformance.unit import CaseResult, UnitResult, promised_strides, run_group, same_fault
 
 HERE = Path(__file__).parent
@@ -160,6 +160,18 @@ def test_ways() -> None:
     assert way_of(UnitResult("k", good, graphs=1, library=1, extern=1)) == "extern"
     assert way_of(UnitResult("k", good)) == "eager"
     assert way_of(UnitResult("k", [CaseResult("s0", "fail")], graphs=1)) == "fails"
+
+
+def test_an_expected_failure_is_of_a_kind_of_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = frozenset({"float32|gradient|static"})
+    monkeypatch.setattr(expected, "EXPECTED_FAILURES", {"b": {"add": {kinds: "why"}}})
+
+    def built(status: str, key: str) -> Report:
+        return build("b", [UnitResult(key, [CaseResult("s0", status)], graphs=1)], 0)
+
+    assert built("pass", "add|float32|forward|static").ok and not built("fail", "add|float32|forward|static").ok
+    assert built("fail", "add|float32|gradient|static").ok
+    assert built("pass", "add|float32|gradient|static").unexpected_passes
 
 
 def test_upstream_is_the_same_fault_not_any() -> None:
