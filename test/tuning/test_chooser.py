@@ -17,6 +17,7 @@ from graphs import graph_of
 from dicp import cache as cli
 from dicp.compiler import Compiled, observe
 from dicp.config import Config
+from dicp.dynamo_bridge.saved import cache_tag
 from dicp.errors import DicpError
 from dicp.runtime.cache import Store, open_store
 from dicp.tuning import timing
@@ -150,6 +151,11 @@ def test_a_candidate_that_fails_is_not_taken(timer: Timer, caplog: pytest.LogCap
     gm = graph_of(lambda x, w: x @ w, torch.randn(3, 300), torch.randn(300, 512))
     (claim,) = choose_claims(gm, cpu, Config.make("max-autotune"), none).values()
     assert claim.name == "mm: few rows"
+
+
+def test_programs_compiled_after_measuring_are_kept_apart() -> None:
+    tags = {cache_tag(cpu, Config.make(mode)) for mode in ("default", "max-autotune-no-cudagraphs")}
+    assert len(tags) == 2
 
 
 def test_a_little_faster_is_noise() -> None:
