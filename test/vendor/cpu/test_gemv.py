@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dicp.compiler import Compiled, observe
+from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Fn = Callable[..., torch.Tensor]
@@ -45,8 +46,16 @@ def test_rows_and_tails(rows: int, dtype: torch.dtype) -> None:
     check(lambda x, w: F.linear(x, w), x, w)
 
 
+@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="of bf16 up to 8 rows there")
+def test_more_rows_of_bf16() -> None:
+    x, w = torch.randn(13, 301, dtype=torch.bfloat16), torch.randn(517, 301, dtype=torch.bfloat16)
+    check(lambda x, w: F.linear(x, w), x, w)
+    torch._dynamo.reset()
+    check(lambda x, w: x[:5] @ w.view(301, 517), x, w, claim="oneDNN")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 4, 7])
+@pytest.mark.parametrize("rows", [1, 3, 4])
 def test_weights_by_columns(rows: int, dtype: torch.dtype) -> None:
     x, w = torch.randn(rows, 259, dtype=dtype), torch.randn(259, 1037, dtype=dtype)
     b = torch.randn(1037, dtype=dtype)
