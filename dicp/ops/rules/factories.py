@@ -30,11 +30,15 @@ def full(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
 
 
 def arange(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
-    """start + i * step. Whole numbers stay an index, so that indexing by the result is understood."""
+    """start + i * step, of integers both without their fractions. Whole numbers stay an index, so that
+    indexing by the result is understood."""
     start, step = 0, 1
     if len(args) > 1:
         start, step = args[0], args[2] if len(args) > 2 else kwargs.get("step", 1)
-    return ramp(start, step, *b.meta(node))
+    shape, dtype = b.meta(node)
+    if not dtype.is_floating_point:
+        start, step = (int(x) if isinstance(x, float) else x for x in (start, step))
+    return ramp(start, step, shape, dtype)
 
 
 def ramp(start: Any, step: Any, shape: tuple[Index, ...], dtype: torch.dtype) -> Value:

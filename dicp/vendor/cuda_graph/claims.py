@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cuda_graph import products
+from dicp.vendor.cuda_graph import attention, products
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,7 +52,16 @@ def candidates(node: fx.Node, config: Any) -> list[Claim]:
         return []
     if node.target in _products() or node.target is torch.ops.dicp.linear.default:
         return products.candidates(node, config, claim)
+    if node.target in _attentions():
+        return attention.candidates(node, config, claim)
     return [claim]
+
+
+@functools.cache
+def _attentions() -> frozenset[Any]:
+    """Calls of attention that the template can make too."""
+    names = ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu")
+    return frozenset([torch.ops.dicp.attention.default, *(getattr(aten, n).default for n in names)])
 
 
 def keeps(op: Any) -> bool:

@@ -64,6 +64,7 @@ class Tile:
     serial: tuple[Axis, ...] = ()  # a program walks these in order
     persistent: bool = True
     contiguous: bool = True
+    ordered: bool = False  # scatters run one by one (also where they are one)
 
     @staticmethod
     def extent(axes: tuple[Axis, ...]) -> Index:
@@ -195,9 +196,8 @@ def choose_tile(kernel: Kernel, interpreted: bool = False) -> Tile:
             contiguous=contiguous,
         )
     if needs_order(kernel, interpreted):
-        return Tile(
-            "line", tuple(a for a in outer if not a.serial), serial=tuple(a for a in outer if a.serial)
-        )
+        free, serial = (tuple(a for a in outer if a.serial == s) for s in (False, True))
+        return Tile("line", free, serial=serial, ordered=True)
     if len(outer) >= 2 and not any(a.serial for a in outer):
         near = outer[-1]
         far = [a for a in outer[:-1] if any(_unit(i, a) and _walks(i, near) for i in loads + stores)]
@@ -441,7 +441,7 @@ class _KernelWriter:
         mask = f", mask={live}" if live else ""
         if s.mode == "set":
             return [f"tl.store({where}, {kept(value)}{mask})"]
-        if not s.unique and not self.tile.serial:
+        if not s.unique and not self.tile.ordered:
             return [f'tl.atomic_{s.mode}({where}, {kept(value)}{mask}, sem="relaxed")']
         kind = s.value.dtype
         old = f"tl.load({where}{mask}{', other=0' if mask else ''})"

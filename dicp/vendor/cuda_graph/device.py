@@ -186,6 +186,12 @@ def shr(x, y):
 
 
 @triton.jit
+def truth(x):
+    """A condition, as it is."""
+    return x
+
+
+@triton.jit
 def isnan(x):
     return x != x
 

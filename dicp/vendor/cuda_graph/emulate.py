@@ -35,7 +35,7 @@ def namespace() -> types.SimpleNamespace:
         if isinstance(fn, types.FunctionType):
             space[name] = types.FunctionType(fn.__code__, space, name, fn.__defaults__)
     space |= {n: f for n, f in _libdevice().items() if n in space and n not in ("fmod",)}
-    space |= _rows() | {"widen": widen, "narrow": narrow, "dot": dot}
+    space |= _rows() | {"widen": widen, "narrow": narrow, "dot": dot, "truth": truth}
     return types.SimpleNamespace(**space)
 
 
@@ -97,6 +97,11 @@ def narrow(x: Any, dtype: Any) -> Any:
     return tl.tensor(
         TensorHandle(bits, dtype), tl.block_type(dtype, x.type.shape) if x.type.is_block() else dtype
     )
+
+
+def truth(x: Any) -> Any:
+    """A comparison between numbers has their dtype in the interpreter, until it is told."""
+    return tl.tensor(TensorHandle(x.handle.data.astype(np.bool_), tl.int1), x.type)
 
 
 def dot(x: Any, y: Any, acc: Any, precision: str) -> Any:

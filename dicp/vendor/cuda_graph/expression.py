@@ -204,6 +204,8 @@ class ExpressionWriter:
         if known is not None:
             return known
         text = self._text(x, scope, mask)
+        if x.dtype == torch.bool and not self.dims(x) and x.op != "load":
+            text = f"d.truth({text})"  # interpreted, it would be spread as numbers of what was compared
         name = self.fresh()
         scope.lines.append(f"{name} = {text}" + (f"  # {x.note}" if x.note else ""))
         scope.names[key] = name

@@ -61,6 +61,9 @@ INTEGERS: dict[str, Fn] = {
     "any": lambda: (torch.arange(53) > 50).any(),
     "divide": lambda: torch.arange(-9, 9) // 4,
     "cummax": lambda: torch.cummax(torch.arange(30.0).sin(), 0),
+    "numbers_compared": lambda: torch.logical_xor(torch.arange(40.0) % 3, torch.tensor(2.0)),
+    "one_update": lambda: torch.ones(1).bfloat16().index_add(0, SPOT[:1] - 1, torch.ones(1).bfloat16()),
+    "arange_of_fractions": lambda: torch.arange(0.1, -7.9, -4.0, dtype=torch.int64),
     "bits": lambda: torch.arange(40) & 12 | 3,
 }
 

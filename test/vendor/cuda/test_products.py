@@ -221,4 +221,3 @@ def test_measured_choice_is_right_too(cuda_cache: str) -> None:
     x, w = torch.randn(3, 40), torch.randn(24, 40)
     got = torch.compile(lambda x, w: torch.relu(x @ w.t()), backend=dicp_cuda, options=options)(x, w)
     torch.testing.assert_close(got, torch.relu(x @ w.t()), rtol=1e-5, atol=1e-5)
-

@@ -1,0 +1,178 @@
+"""Attention as a template: masks of every kind and stride, grouped heads, depths, tails; interpreted and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels import compile_everywhere
+from templates import run, view
+
+from dicp import compiler
+from dicp.config import Config
+from dicp.dynamo_bridge.backend import dicp_cuda
+from dicp.ops.library import attention as reference
+from dicp.vendor.cuda_graph.attention import _spread
+from dicp.vendor.cuda_graph.templates import Operand
+from dicp.vendor.cuda_graph.templates.attention import Attention, Plan, kernels
+
+B, H, S, T, D = 2, 4, 21, 37, 24
+PLAN = Plan(16, 16)
+MASKS: dict[str, Callable[[], torch.Tensor | None]] = {
+    "none": lambda: None,
+    "added": lambda: torch.randn(B, H, S, T),
+    "columns": lambda: torch.randn(B, 1, 1, T),
+    "rows": lambda: torch.randn(S, 1),
+    "expanded": lambda: torch.randn(B, 1, S, T).expand(B, H, S, T),
+    "half": lambda: torch.randn(1, H, S, T).bfloat16(),
+    "bools": lambda: torch.rand(B, 1, S, T) > 0.5,
+    "closed_rows": lambda: (torch.rand(S, T) > 0.5) & (torch.arange(S) % 3 > 0)[:, None],
+    "infinite": lambda: torch.zeros(S, T).masked_fill(torch.arange(S)[:, None] % 2 == 0, float("-inf")),
+}
+
+
+@pytest.fixture(scope="module")
+def config(cuda_cache: str) -> Config:
+    return Config.make(options={"cache_dir": cuda_cache, "interpret": True})
+
+
+def attention(
+    mask: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    kv_heads: int = H,
+    rows: int = S,
+    depth: int = D,
+    value_depth: int = D,
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
+    log_rows: int = 0,
+) -> tuple[Attention, dict[str, torch.Tensor]]:
+    tensors = {
+        "q": torch.randn(B, rows, H, depth).transpose(1, 2).to(dtype),
+        "k": torch.randn(B, kv_heads, T, depth).to(dtype),
+        "v": torch.randn(B, kv_heads, T, value_depth).to(dtype),
+        "out": torch.full((B, rows, H, value_depth), float("nan")).transpose(1, 2).to(dtype),
+    }
+    tensors |= {"mask": mask} if mask is not None else {}
+    tensors |= {"log_sum": torch.full((B, H, log_rows), float("nan"))} if log_rows else {}
+    views = {name: view(name, t) for name, t in tensors.items()}
+    given = {n: Operand(n, v, _spread(v) if n == "mask" else v.strides) for n, v in views.items()}
+    sizes = (B, H, H // kv_heads, rows, T, depth, value_depth, 0.3, causal)
+    return Attention(*sizes, **given, log_rows=log_rows, packed=packed), tensors
+
+
+def check(made: Attention, tensors: dict[str, torch.Tensor], config: Config, **how: Any) -> None:
+    run(kernels(made, PLAN, ()), tensors, config, **how)
+    q, k, v = (tensors[n].double() for n in "qkv")
+    mask = tensors.get("mask")
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    want = reference(q, k, v, mask, made.causal, made.scale)
+    loose = 1e-5 if tensors["out"].dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(tensors["out"].double(), want, rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask: str, causal: bool, config: Config) -> None:
+    check(*attention(MASKS[mask](), causal=causal), config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_depths_and_dtypes(dtype: torch.dtype, config: Config) -> None:
+    check(*attention(dtype=dtype, value_depth=40, causal=True), config)
+
+
+@pytest.mark.parametrize("rows, packed", [(21, False), (3, True), (1, True), (9, True)])
+def test_grouped_heads(rows: int, packed: bool, config: Config) -> None:
+    mask = torch.randn(B, H, rows, T)
+    check(*attention(mask, kv_heads=2, rows=rows, packed=packed, causal=rows == 9), config)
+
+
+def test_64_bit_positions(config: Config) -> None:
+    check(*attention(MASKS["bools"](), kv_heads=1), config, wide=True)
+
+
+def test_log_of_the_sums(config: Config) -> None:
+    """Closed rows and those beyond the end are infinite: what they scored then weighs nothing."""
+    mask = torch.ones(S, T, dtype=torch.bool)
+    mask[4] = False
+    made, tensors = attention(mask, log_rows=32)
+    check(made, tensors, config)
+    scores = (tensors["q"] @ tensors["k"].transpose(2, 3) * made.scale).masked_fill(~mask, float("-inf"))
+    want = torch.full((B, H, 32), float("inf"))
+    want[..., :S] = scores.logsumexp(-1)
+    want[..., 4] = float("inf")
+    torch.testing.assert_close(tensors["log_sum"], want)
+
+
+def test_it_compiles_for_every_gpu(config: Config) -> None:
+    made = [
+        attention(MASKS["bools"](), causal=True, dtype=torch.bfloat16, depth=64, value_depth=64, log_rows=32)[
+            0
+        ],
+        attention(MASKS["columns"](), kv_heads=2, rows=1, packed=True)[0],
+    ]
+    sources = [launched.template for a in made for launched in kernels(a, PLAN, ())]
+    assert compile_everywhere(sources, config) == 3 * len(sources)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_plan_compiles_for_every_gpu(dtype: torch.dtype, depth: int, config: Config) -> None:
+    from dicp.vendor.cuda_graph.attention import plans
+
+    made, _ = attention(MASKS["added"](), causal=True, dtype=dtype, depth=depth, value_depth=depth)
+    fakes = [torch.empty(1, 8, 1024, depth, dtype=dtype, device="meta") for _ in range(3)]
+    sources = [launched.template for plan in plans(*fakes) for launched in kernels(made, plan, ())]
+    assert compile_everywhere(sources, config) == 3 * len(sources)
+
+
+# -- through torch.compile -----------------------------------------------------------------------------------
+
+
+def test_who_serves_attention(cuda_cache: str) -> None:
+    q, k = torch.randn(B, H, 5, D), torch.randn(B, H, 9, D)
+    mask = torch.rand(5, 9) > 0.3
+
+    def written_out(q: torch.Tensor, k: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-1, -2) / D**0.5).softmax(-1) @ k[..., :16]
+
+    for fn, template in (
+        (written_out, True),
+        (lambda q, k, m: F.scaled_dot_product_attention(q, k, k), False),
+    ):
+        seen: list[Any] = []
+        with compiler.observe(seen.append):
+            options = {"interpret": True, "cache_dir": cuda_cache}
+            got = torch.compile(fn, backend=dicp_cuda, options=options)(q, k, mask)
+        torch.testing.assert_close(got, fn(q, k, mask), rtol=1e-5, atol=1e-5)
+        assert ("attention_" in seen[0].program.sources["call.py"]) == template
+
+
+def test_training_with_a_mask_of_another_dtype(cuda_cache: str) -> None:
+    """The forward is the template's, whose log of the sums the library's backward reads."""
+    x, y = (torch.randn(1, 2, 6, 8).requires_grad_() for _ in range(2))
+    y.data.copy_(x.data)
+    mask = torch.rand(6, 6) > 0.4
+    mask[:, 0] = True
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x * 2, x + 1, mask)
+
+    got = torch.compile(fn, backend=dicp_cuda, options={"interpret": True, "cache_dir": cuda_cache})(x)
+    got.square().sum().backward()
+    fn(y).square().sum().backward()
+    torch.testing.assert_close(got, fn(y), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_call_may_leave_the_sums_out() -> None:
+    made, _ = attention()
+    text = kernels(dataclasses.replace(made, log_sum=None), PLAN, ())[0].template.text
+    assert "log_sum" not in text
