@@ -4,6 +4,8 @@ dtypes.
 
 from __future__ import annotations
 
+import re
+
 from dicp.conformance import opdb
 from dicp.conformance.unit import Unit
 
@@ -191,3 +193,12 @@ def ci_units() -> list[Unit]:
         if any(str(d) == f"torch.{dtype}" for d in able):
             units.append(Unit(name, dtype, mode, dynamic, 2 if dynamic else 3))  # type: ignore[arg-type]
     return units
+
+
+def operators() -> str:
+    """A regular expression of the slice's operators, for runs of more dtypes and modes."""
+    return "^(" + "|".join(re.escape(name) for name in sorted({u.op for u in ci_units()})) + ")$"
+
+
+if __name__ == "__main__":
+    print(operators())

@@ -416,3 +416,14 @@ def test_a_finding_is_upstreams_only_where_its_results_are_ours() -> None:
         found = check(p, backend)  # type: ignore[arg-type]
         assert found is not None and found[0].kind == "gradient", "torch does it right: find another example"
         assert upstream(p, backend, *found) == same  # type: ignore[arg-type]
+
+
+def test_wide_slice_has_all_operators_of_cis() -> None:
+    """What `run_test_op.sh wide` runs: over 5,000 cases, a dozen to a unit."""
+    from ci_slice import ci_units, operators
+
+    from dicp.conformance.plan import Plan
+
+    units = Plan(operators(), ("float32", "bfloat16", "int64"), gradient=True, samples=3).units()
+    assert {u.op for u in units} == {u.op for u in ci_units()}
+    assert len(units) > 400

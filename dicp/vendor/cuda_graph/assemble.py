@@ -33,6 +33,7 @@ from dicp.vendor.cuda_graph import codegen
 from dicp.vendor.cuda_graph.codegen import Source
 from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim, reach
+from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 
 MAX_WORKERS = 8
 
@@ -250,7 +251,8 @@ class DeviceRunner(Runner):
         if self.interpret:
             if v.buffer.numel == 0:
                 return f"empty(1, dtype={v.buffer.dtype})"
-            return self._view(View(v.buffer, (1,), (1,), v.offset))
+            tensor = self._view(View(v.buffer, (1,), (1,), v.offset))
+            return f"{tensor}.view(torch.uint8)" if v.buffer.dtype in FLOAT8 else tensor
         address = self._address(v.buffer)
         if v.offset == 0:
             return address

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph import attention, products
+from dicp.vendor.cuda_graph.templates.convert import conversion
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -211,4 +212,6 @@ def _table() -> dict[Any, Callable[[fx.Node], Claim | None]]:
         aten.convolution_backward.default: _convolution,
         torch.ops.dicp.attention.default: _attention,
         torch.ops.dicp.linear.default: products.linear_library,
+        aten._to_copy.default: conversion,
+        torch.ops.prims.convert_element_type.default: conversion,
     }

@@ -41,6 +41,8 @@ POINTERS = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.bool: "*i1",
+    torch.float8_e4m3fn: "*u8",
+    torch.float8_e5m2: "*u8",
 }
 WIDE = 1 << 30  # elements from which positions take 64 bits (a last tile may reach beyond the end)
 ALIGN = 16  # bytes: one vector access
