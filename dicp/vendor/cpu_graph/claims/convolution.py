@@ -13,7 +13,6 @@ from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import (
-    ACTIVATIONS,
     FLOATS,
     SHIM,
     activation,
@@ -164,10 +163,6 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
             )
             return
         w.lines.append("double alpha = 1.0;")
-        name = "nullptr"
-        if act != "none":
-            w.lines.append(f'const char* act = "{ACTIVATIONS[act][0]}";')
-            name = "&act"
         w.call(
             c,
             SHIM + "mkldnn__convolution_pointwise_binary",
@@ -180,7 +175,7 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
                 w.text(groups),
                 '"add"',
                 "&alpha",
-                name,
+                "nullptr",
                 "nullptr",
                 "0",
                 "nullptr",
