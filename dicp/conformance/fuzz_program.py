@@ -357,6 +357,8 @@ def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, 
 def _generate(seed: int, rng: random.Random, largest: int) -> Program:
     gradient, dynamic = rng.random() < 0.4, rng.random() < 0.3
     inputs, other = _inputs(rng, gradient)
+    if dynamic and any(torch.Size(other.get(d, d) for d in i.shape).numel() > LARGEST for i in inputs):
+        raise Invalid("the second sizes are too large to run in reasonable time")
     env = {i.name: i.make(seed * 100 + n).detach() for n, i in enumerate(inputs)}
     exact = {i.name: True for i in inputs}
     grads = {i.name for i in inputs if i.requires_grad}

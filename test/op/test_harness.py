@@ -382,6 +382,14 @@ def test_programs_are_reproducible() -> None:
     assert all(generate(k).source() == generate(k).source() for k in range(20))
 
 
+def test_second_sizes_are_small_too() -> None:
+    """This one once had inputs of 64^4 elements, and looked like a hang."""
+    from dicp.conformance.fuzz_program import LARGEST, generate
+
+    p = generate(904417000201)
+    assert all(torch.Size(shape).numel() <= LARGEST for shape in p.sizes2), p
+
+
 def test_the_reference_copies_where_the_program_does() -> None:
     """In float64 `.to(torch.bfloat16)` would be its operand, and a write to it a write to the argument."""
     from dicp.conformance.fuzz_program import Input, Program, Statement, eager_dtypes, inputs_of, reference
