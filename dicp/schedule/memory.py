@@ -52,6 +52,17 @@ class _Life:
 
 
 @dataclass(eq=False)
+class _Work:
+    """What the steps of planning share. start, end: the items of each root's first and last use."""
+
+    items: list[Item]
+    lowered: Lowered
+    plan: Plan
+    start: dict[str, int]
+    end: dict[str, int]
+
+
+@dataclass(eq=False)
 class _Placed:
     """A buffer's life and its bytes of the arena: [offset, end)."""
 
@@ -70,7 +81,8 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
         if isinstance(d, Scatter):
             plan.root[d.outputs[0].name] = d.base.name
     start, end = _lifetimes(items, lowered, plan)
-    _reuse_in_place(items, lowered, plan, start, end)
+    work = _Work(items, lowered, plan, start, end)
+    _reuse_in_place(work)
     lives = [
         _Life(n, _aligned(lowered.buffers[n].nbytes), start[n], end[n])
         for n in start
@@ -78,8 +90,8 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
     ]
     if all(isinstance(life.nbytes, int) for life in lives):
         placed = _greedy_by_size(lives, plan)
-        _leave_libraries(placed, lowered, plan, start, end)
-        _leave_arena(items, placed, lowered, plan, start, end, owned)
+        _leave_libraries(work, placed)
+        _leave_arena(work, placed, owned)
     else:
         _by_equal_size(lives, plan)
     plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
@@ -110,10 +122,9 @@ def _lifetimes(items: list[Item], lowered: Lowered, plan: Plan) -> tuple[dict[st
     return start, end
 
 
-def _reuse_in_place(
-    items: list[Item], lowered: Lowered, plan: Plan, start: dict[str, int], end: dict[str, int]
-) -> None:
-    for k, item in enumerate(items):
+def _reuse_in_place(work: _Work) -> None:
+    lowered, plan, start, end = work.lowered, work.plan, work.start, work.end
+    for k, item in enumerate(work.items):
         if not isinstance(item, Launch):
             continue
         taken: set[str] = set()
@@ -175,10 +186,9 @@ def _place(life: _Life, at: int, placed: list[_Placed], plan: Plan) -> None:
     plan.offset[life.name] = at
 
 
-def _leave_libraries(
-    placed: list[_Placed], lowered: Lowered, plan: Plan, start: dict[str, int], end: dict[str, int]
-) -> None:
+def _leave_libraries(work: _Work, placed: list[_Placed]) -> None:
     """Move what took over a library's buffer into the arena, where that does not grow it."""
+    lowered, plan, start, end = work.lowered, work.plan, work.start, work.end
     assert isinstance(plan.size, int)
     guests: dict[str, list[str]] = {}
     for name in plan.root:
@@ -200,62 +210,48 @@ def _leave_libraries(
     plan.lower_bound = _most_alive(placed)
 
 
-def _leave_arena(
-    items: list[Item],
-    placed: list[_Placed],
-    lowered: Lowered,
-    plan: Plan,
-    start: dict[str, int],
-    end: dict[str, int],
-    owned: Set[str],
-) -> None:
+def _leave_arena(work: _Work, placed: list[_Placed], owned: Set[str]) -> None:
     """Give temporaries memory of their own where that lowers the program's peak, and place the rest anew."""
+    plan = work.plan
     assert isinstance(plan.size, int)
-    movable = _movable(items, lowered, plan, start)
+    movable = _movable(work)
     own = [
         Lifetime(p.life.name, p.end - p.offset, p.life.start, p.life.end)
         for p in placed
         if p.life.name in movable
     ]
-    others = _outside(items, lowered, plan, start, end, owned)
-    gone = leaving(own, others, len(items), plan.size)
+    gone = leaving(own, _outside(work, owned), len(work.items), plan.size)
     if not gone:
         return
-    plan.heap = {name: start[name] for name in sorted(gone)}
+    plan.heap = {name: work.start[name] for name in sorted(gone)}
     plan.offset = {}
     _greedy_by_size([p.life for p in placed if p.life.name not in gone], plan)
 
 
-def _movable(items: list[Item], lowered: Lowered, plan: Plan, start: dict[str, int]) -> set[str]:
+def _movable(work: _Work) -> set[str]:
     """Temporaries that may leave the arena: native code makes them, and Python, which knows a tensor by its
     dtype, would see none of theirs as another's."""
-    dtypes: dict[str, set[Any]] = {}
-    for name, b in lowered.buffers.items():
+    plan, dtypes = work.plan, dict[str, set[Any]]()
+    for name, b in work.lowered.buffers.items():
         dtypes.setdefault(plan.find(name), set()).add(b.dtype)
-    return {n for n in plan.offset if len(dtypes[n]) == 1 and not _from_python(items[start[n]])}
+    return {n for n in plan.offset if len(dtypes[n]) == 1 and not _from_python(work.items[work.start[n]])}
 
 
 def _from_python(item: Item) -> bool:
     return isinstance(item, Call) and item.claim is None
 
 
-def _outside(
-    items: list[Item],
-    lowered: Lowered,
-    plan: Plan,
-    start: dict[str, int],
-    end: dict[str, int],
-    owned: Set[str],
-) -> list[Lifetime]:
+def _outside(work: _Work, owned: Set[str]) -> list[Lifetime]:
     """What the program holds beside its temporaries. Results are allocated where the native code begins that
     writes them, and inputs that it owns are there from the first."""
     out = []
+    items, plan, end = work.items, work.plan, work.end
     first, begins = [], 0
     for k, item in enumerate(items):
         begins = k if owned or _from_python(item) else begins
         first.append(begins)
-    for name, begin in start.items():
-        b = lowered.buffers[name]
+    for name, begin in work.start.items():
+        b = work.lowered.buffers[name]
         if plan.find(name) != name or not isinstance(b.nbytes, int):
             continue
         if b.kind == "output":

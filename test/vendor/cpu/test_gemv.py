@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from dicp.compiler import Compiled, observe
+from dicp.config import Config
+from dicp.vendor.cpu_graph.claims import candidates
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -86,6 +88,16 @@ def test_bias_activation_and_residual(act: str, dtype: torch.dtype) -> None:
     x, w = torch.randn(1, 3, 257, dtype=dtype), torch.randn(521, 257, dtype=dtype) / 16
     b, r = torch.randn(521, dtype=dtype), torch.randn(1, 3, 521, dtype=dtype)
     check(lambda x, w, b, r: r + ACTIVATIONS[act](F.linear(x, w, b)), x, w, b, r)
+
+
+def test_relu_is_given_to_nothing_that_loses_nan() -> None:
+    x, w, graphs = torch.randn(2, 512), torch.randn(512, 512), []  # type: ignore[var-annotated]
+    x[1, 7] = float("nan")
+    with observe(graphs.append):
+        got = torch.compile(lambda x, w: F.relu(F.linear(x, w)), backend="dicp_cpu")(x, w)
+    assert got[1].isnan().all() and not got[0].isnan().any()
+    (call,) = graphs[0].program.library_calls
+    assert [c.name for c in candidates(call.node, Config.make())] == ["linear: few rows"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import attention, convolution, matmul, others
-from dicp.vendor.cpu_graph.claims.common import FLOATS, argument, aten, dtype_of
+from dicp.vendor.cpu_graph.claims.common import ACTIVATIONS, FLOATS, argument, aten, dtype_of
 from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
 from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn
 
@@ -33,10 +33,6 @@ def candidates(node: fx.Node, config: Any) -> list[Claim]:
     return found if isinstance(found, list) else [found] if found is not None else []
 
 
-LOSES_NAN = "relu"
-"""oneDNN's is max(x, 0), which is 0 for NaN: a kernel does it, in place on the library's result."""
-
-
 def _empty(node: fx.Node) -> bool:
     """Whether an operand has no elements: libraries differ on what that means."""
     vals = [a.meta.get("val") for a in node.all_input_nodes]
@@ -54,14 +50,14 @@ def supports(target: Any, node: fx.Node) -> bool:
     if _empty(node):
         return False
     if target is torch.ops.dicp.linear.default:
-        if argument(node, 4, "act", "none") == LOSES_NAN:
-            return matmul.reads_weights(node)
-        return dtype is not None and (prefers_onednn(dtype) or matmul.reads_weights(node))
+        act = argument(node, 4, "act", "none")
+        by_library = dtype is not None and prefers_onednn(dtype) and act in ACTIVATIONS
+        return by_library or matmul.reads_weights(node)
     if target is torch.ops.dicp.scaled_linear.default:
         return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.conv.default:
-        if node.args[8] == LOSES_NAN or (node.args[3] is not None and node.args[8] != "none"):
-            return False  # of other activations oneDNN's sums know none
+        if node.args[8] not in (("none",) if node.args[3] is not None else ACTIVATIONS):
+            return False  # oneDNN's sums know no activation but ReLU
         return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     return dtype in FLOATS
 

@@ -15,13 +15,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHIM = "aoti_torch_cpu_"
 ACTIVATIONS = {
     "none": ("none", None),
-    "relu": ("relu", None),
     "sigmoid": ("sigmoid", None),
     "tanh": ("tanh", None),
     "silu": ("swish", None),
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
 }
+"""What oneDNN does inside its calls, by its name and algorithm. Not ReLU: its max(x, 0) is 0 for NaN, so a
+kernel does it, in place on the library's result."""
 
 
 def dtype_of(x: Any) -> torch.dtype | None:

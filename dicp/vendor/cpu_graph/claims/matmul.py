@@ -15,7 +15,15 @@ from dicp.ir import index as ix
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import FLOATS, SHIM, activation, argument, dense, dtype_of
+from dicp.vendor.cpu_graph.claims.common import (
+    ACTIVATIONS,
+    FLOATS,
+    SHIM,
+    activation,
+    argument,
+    dense,
+    dtype_of,
+)
 from dicp.vendor.cpu_graph.claims.gemv import Operands, gemv
 
 
@@ -205,11 +213,13 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
         bias, other = (c.args[k] if len(c.args) > k else None for k in (2, 3))
         _linear_call(w, c, c.args[0], c.args[1], bias, other, act)
 
-    at = Operands(0, 1, bias=2, other=3, transposed=True, act=act)
+    few = gemv("linear", node, Operands(0, 1, bias=2, other=3, transposed=True, act=act))
+    if act not in ACTIVATIONS:
+        return [] if few is None else [few]
     library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
     if PACKED in node.args[1].meta:  # type: ignore[union-attr]
         return [library]
-    found = _ordered(node, config, None, library, gemv("linear", node, at))
+    found = _ordered(node, config, None, library, few)
     plain = act == "none" and argument(node, 3, "other", None) is None
     return [*found, Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2))] if plain else found
 
