@@ -236,9 +236,10 @@ def product(xs: Iterable[Index]) -> Index:
     return out
 
 
-def atoms(x: Index) -> set[Atom]:
-    """Every atom of x, those inside divisions and modulos too (not those inside Opaque payloads)."""
-    out: set[Atom] = set()
+def atoms(x: Index) -> list[Atom]:
+    """Every atom of x once, those inside divisions and modulos too (not those inside Opaque payloads). In an
+    order that is the same in every process: kernels are known by their text."""
+    out: dict[Atom, None] = {}
     stack = [x]
     while stack:
         cur = stack.pop()
@@ -246,10 +247,10 @@ def atoms(x: Index) -> set[Atom]:
             for mono, _ in cur.terms:
                 for a in mono:
                     if a not in out:
-                        out.add(a)
+                        out[a] = None
                         if isinstance(a, _Pair):
                             stack += [a.num, a.den]
-    return out
+    return list(out)
 
 
 def map_atoms(x: Index, fn: Callable[[Atom], Index | None]) -> Index:

@@ -182,6 +182,12 @@ def test_run_time_index_lies_in_its_range_and_counts_as_one_atom() -> None:
     assert ix.coefficient(5 * at + j, I) is None
 
 
+def test_atoms_come_in_the_order_of_the_text() -> None:
+    """Kernels are known by their text, and what is named in it is named in this order."""
+    names = list("cahbgfed")
+    assert [a.key for a in ix.atoms(ix.product(ix.of(Var(n, 4)) for n in names))] == sorted(names)
+
+
 def test_variables_of_another_size_make_another_quotient() -> None:
     """Loops of different lengths may bear one name, for a while: what is a rewrite of one is not the other."""
     longer = ix.of(Var("i", 5))
