@@ -224,6 +224,8 @@ class Lowering:
         if value is None or uses == 0:
             return value
         value = self._memo(value, note_of(node))
+        if result in self.shared:  # AOTAutograd makes the results anew from where they lie in its memory
+            return self._named(value, result)
         if is_view(node):
             return value
         idx = self._vars(value.shape)

@@ -32,7 +32,10 @@ def finish(low: Lowering, node: fx.Node) -> None:
     assert isinstance(results, (tuple, list))
     mutated = {ph.name for ph, _ in low.mutations}
     free = set(low.gm.meta.get("dicp_free_outputs", ()))
-    returned = [_output(low, r, mutated, k in free) for k, r in enumerate(results)]
+    # tensors that several results view come first: a copy of one must not take over its memory
+    order = sorted(range(len(results)), key=lambda k: not _in_shared_memory(low, results[k]))
+    outputs = {k: _output(low, results[k], mutated, k in free) for k in order}
+    returned = [outputs[k] for k in range(len(results))]
     sources = [_mutation_source(low, ph, src, mutated) for ph, src in low.mutations]
     for (ph, src), value in zip(low.mutations, sources, strict=True):
         buffer = low.out.buffers[ph.name]
@@ -44,6 +47,10 @@ def finish(low: Lowering, node: fx.Node) -> None:
                 Pointwise((buffer,), f"copy_ into {ph.name}", loop_vars(idx), value(idx), idx)
             )
     low.out.outputs = returned
+
+
+def _in_shared_memory(low: Lowering, r: Any) -> bool:
+    return isinstance(r, fx.Node) and view_root(r) in low.shared
 
 
 def _copy_of(ph: fx.Node, src: fx.Node) -> fx.Node:
@@ -126,7 +133,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         buffer = low.out.buffers[expr.args[0]]
         window = affine_window(buffer.flat(expr.args[1]), idx, shape)
         root = view_root(r)
-        owner = low.returned.setdefault(buffer.name, root)
+        owner = low.returned.get(buffer.name, root)
         fresh = buffer.kind == "input" and root.op != "placeholder" or owner is not root
         aliases = (
             fresh or buffer.kind == "constant" or buffer.name in mutated
@@ -141,6 +148,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
             if base.kind == "temp":
                 base.kind = "output"
             if base.kind not in ("input", "constant") or buffer is base:
+                low.returned[buffer.name] = root
                 return View(buffer, shape, window[0] if free else strides, window[1])
     order = low._strides(shape, r) if free else strides
     if not free and not no_overlap(val):

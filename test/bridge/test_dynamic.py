@@ -153,6 +153,23 @@ def test_pieces_of_symbolic_size_are_views_as_in_eager() -> None:
     check(lambda x: x.chunk(2, 1)[1], r(1, 2), dynamic=True)  # one of several results of one operator
 
 
+VIEWS_OF_ONE = {  # with symbolic sizes AOTAutograd makes views anew from where the compiled results lie
+    "beside_a_sum_of_one_term": lambda x: (x.unsqueeze(2).sum(2), x[:, x.shape[1] // 2 :]),
+    "of_a_clone": lambda x: x.clone().tensor_split(2, 1),
+    "of_a_transposed_copy": lambda x: ((y := x.t().contiguous()), y[x.shape[1] // 2 :]),
+    "of_a_broadcast_copy": lambda x: ((y := x.expand(3, -1, -1).clone())[1:], y[2, x.shape[0] // 2 :]),
+    "of_a_conversion": lambda x: ((y := x.double())[1:], y[x.shape[0] // 2 :]),
+    "beside_a_clone_of_all": lambda x: ((y := x * 2).clone(), y[1:], y[x.shape[0] // 2 :]),
+    "of_a_product": lambda x: ((y := x @ x.t())[1:], y[x.shape[0] // 2 :]),
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", VIEWS_OF_ONE)
+def test_views_of_one_tensor_keep_their_places_in_it(name: str, gradients: bool) -> None:
+    check(VIEWS_OF_ONE[name], r(6, 5).requires_grad_(gradients), calls=1, dynamic=True)
+
+
 def test_memory_of_sizes_that_look_negative() -> None:
     """The backward's buffers have s * (t - 2) elements: a lower bound below zero, so a division rounded down."""
 
