@@ -107,7 +107,7 @@ def child(seed: int, first: int, step: int, backend: str, shrinking: bool) -> in
 
     pipe = _private_stdout()
     quiet()
-    from .fuzz_program import generate
+    from .fuzz_generate import generate
     from .fuzz_shrink import script, shrink
 
     def tell(message: dict[str, Any]) -> None:
@@ -145,6 +145,32 @@ def child(seed: int, first: int, step: int, backend: str, shrinking: bool) -> in
         k += step
 
 
+class _Alarm:
+    """Kills a child that says nothing for too long."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.rang = process, False
+        self.timer: threading.Timer | None = None
+
+    def set(self, seconds: float) -> None:
+        self.timer = threading.Timer(seconds, self._ring)
+        self.timer.start()
+
+    def stop(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _ring(self) -> None:
+        self.rang = True
+        self.kill()
+
+
 class _Watch:
     """One child at a time for one interleaved part of the programs."""
 
@@ -159,44 +185,15 @@ class _Watch:
             first = self._one_child(first) + self.args.workers
 
     def _one_child(self, first: int) -> int:
-        command = [
-            sys.executable,
-            "-m",
-            "dicp.conformance.fuzz",
-            "--child",
-            str(self.args.seed),
-            str(first),
-            str(self.args.workers),
-            self.backend,
-            "0" if self.args.no_shrink else "1",
-            *self.args.modules,
-        ]
-        with (self.args.output / f"child{self.number}.log").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            )
+        """Run a child until the time is up or it dies. Returns the number of the program it was at."""
+        process = self._start(first)
+        alarm, done = _Alarm(process), False
         last: dict[str, Any] = {"starts": first, "script": ""}
-        hung = threading.Event()
-
-        def kill(is_hang: bool) -> None:
-            if is_hang:
-                hung.set()
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-
+        alarm.set(max(120, self.args.timeout))
         assert process.stdout is not None
-        done = False
-        timer = threading.Timer(max(120, self.args.timeout), kill, (True,))
-        timer.start()
         try:
             for line in process.stdout:
-                timer.cancel()
+                alarm.stop()
                 message = json.loads(line)
                 done = "done" in message
                 if "starts" in message:
@@ -207,26 +204,40 @@ class _Watch:
                     self.state["programs"] += 1
                 if time.monotonic() > self.end and done:
                     break
-                limit = 900 if "shrinking" in message else self.args.timeout
-                timer = threading.Timer(limit, kill, (True,))
-                timer.start()
+                alarm.set(900 if "shrinking" in message else self.args.timeout)
         finally:
-            timer.cancel()
+            alarm.stop()
             alive = process.poll() is None
-            kill(False)
+            alarm.kill()
             code = process.wait()
-        if not done and (hung.is_set() or not alive or code):
-            kind = "hang" if hung.is_set() else "crash"
-            self._keep(
-                {
-                    "found": last["starts"],
-                    "kind": kind,
-                    "signature": kind,
-                    "script": last["script"],
-                    "message": f"{kind} ({code})",
-                }
-            )
+        if not done and (alarm.rang or not alive or code):
+            self._died(last, "hang" if alarm.rang else "crash", code)
         return int(last["starts"])
+
+    def _start(self, first: int) -> subprocess.Popen[bytes]:
+        numbers = [str(n) for n in (self.args.seed, first, self.args.workers)]
+        command = [sys.executable, "-m", "dicp.conformance.fuzz", "--child", *numbers, self.backend]
+        command += ["0" if self.args.no_shrink else "1", *self.args.modules]
+        with (self.args.output / f"child{self.number}.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            )
+
+    def _died(self, last: dict[str, Any], kind: str, code: int) -> None:
+        """The program that the child was at is a finding."""
+        self._keep(
+            {
+                "found": last["starts"],
+                "kind": kind,
+                "signature": kind,
+                "script": last["script"],
+                "message": f"{kind} ({code})",
+            }
+        )
 
     def _keep(self, message: dict[str, Any]) -> None:
         path = self.args.output / f"{message['kind']}_{self.args.seed}_{message['found']}.py"

@@ -1,4 +1,4 @@
-"""What the fuzzer writes: statements over tensors, as text templates with conditions on their operands.
+"""What the fuzzer writes: rules of statements over tensors, each with conditions on its operands.
 
 A rule is given operands and a random generator and answers with a template (`torch.add({0}, {1})`) or None
 where it does not apply. Sizes are spelled through operands (`{0}.shape[0]`), so that a program means
@@ -10,11 +10,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-Rounding = Literal["exact", "rounds"]
+from .fuzz_texts import (
+    BINARY,
+    BINARY_EXACT,
+    BINARY_JUMPS,
+    BOOL_UNARY,
+    CASTS,
+    INT_BINARY,
+    INT_UNARY,
+    JUMPS,
+    SMOOTH,
+    UNARY_EXACT,
+)
+
 Answer = str | None
 
 
@@ -24,8 +35,7 @@ class Rule:
 
     operands: how many tensors; make: (rng, operands) -> template; exact_in: wants operands that every
     implementation computes to the last bit (a rounding boundary is no bug); exact: exact operands give an
-    exact result; inplace: the
-    statement writes to operand 0 and has no result; weight: how often.
+    exact result; inplace: the statement writes to operand 0 and has no result; weight: how often.
     """
 
     name: str
@@ -67,148 +77,6 @@ def _dim(rng: random.Random, t: torch.Tensor) -> int:
 
 
 # ---- elementwise ----
-
-SMOOTH = (
-    "torch.sin({0})",
-    "torch.cos({0})",
-    "torch.tanh({0})",
-    "torch.sigmoid({0})",
-    "torch.exp({0}.clamp(-3, 3))",
-    "F.gelu({0})",
-    "F.gelu({0}, approximate='tanh')",
-    "F.silu({0})",
-    "torch.log1p({0}.abs())",
-    "torch.sqrt({0}.abs() + 0.5)",
-    "torch.rsqrt({0}.abs() + 0.5)",
-    "torch.reciprocal({0}.abs() + 1)",
-    "torch.erf({0})",
-    "F.softplus({0})",
-    "{0} ** 2",
-    "torch.expm1({0}.clamp(-3, 3))",
-    "F.elu({0})",
-    "F.leaky_relu({0}, 0.1)",
-    "F.hardswish({0})",
-    "torch.atan({0})",
-    "{0} * 0.3 + 1",
-    "2 - {0}",
-    "{0} / 3",
-    "1.5 / ({0}.abs() + 1)",
-    "torch.clamp({0} / 6 + 0.5, 0, 1)",  # not hardsigmoid: eager's gradient of it is fp32's in fp64, too
-    "F.mish({0})",
-    "F.softsign({0})",
-    "torch.logaddexp({0}, {0} * 0.5)",
-    "torch.log(({0}.abs() + 0.1))",
-    "torch.pow({0}.abs() + 0.1, 1.5)",
-    "torch.frac({0}) * 0",
-    "torch.nan_to_num({0} / 2)",
-    "F.logsigmoid({0})",
-    "torch.exp2({0}.clamp(-3, 3))",
-    "torch.cosh({0}.clamp(-3, 3))",
-)
-UNARY_EXACT = (
-    "-{0}",
-    "torch.abs({0})",
-    "F.relu({0})",
-    "{0}.clamp(-1, 2)",
-    "torch.clamp_min({0}, 0.5)",
-    "{0}.contiguous()",
-    "{0}.clone()",
-    "F.relu6({0})",
-    "F.hardtanh({0})",
-    "torch.positive({0})",
-    "{0}.clamp(max=1)",
-)
-JUMPS = (
-    "torch.floor({0})",
-    "torch.ceil({0})",
-    "torch.round({0})",
-    "torch.trunc({0})",
-    "torch.sign({0})",
-    "{0} > 0",
-    "{0} <= 0.5",
-    "torch.isnan({0})",
-    "({0} != 0).to({0}.dtype)",
-    "F.hardshrink({0})",
-    "torch.signbit({0})",
-    "{0}.to(torch.int32)",
-    "{0}.to(torch.int64)",
-    "torch.heaviside({0}, {0})",
-    "torch.eq({0}, {0})",
-    "torch.fmod({0}, 1.5)",
-    "torch.remainder({0}, 0.75)",
-    "torch.div({0}, 0.5, rounding_mode='floor')",
-)
-INT_UNARY = (
-    "{0} + 3",
-    "{0} * 2",
-    "-{0}",
-    "{0} // 3",
-    "{0} % 5",
-    "{0} & 6",
-    "{0} | 1",
-    "{0} ^ 5",
-    "{0} > 1",
-    "{0} == 0",
-    "~{0}",
-    "{0}.abs()",
-    "{0}.clamp(-2, 3)",
-    "{0}.to(torch.float32)",
-    "{0}.to(torch.bool)",
-    "torch.sign({0})",
-    "{0}.to(torch.int32)",
-    "torch.bitwise_right_shift({0}, 1)",
-    "{0} / 4",
-    "torch.square({0} % 7)",
-    "{0}.to(torch.uint8)",
-    "{0}.to(torch.int64)",
-)
-BOOL_UNARY = (
-    "~{0}",
-    "{0}.to(torch.float32)",
-    "{0}.to(torch.int64)",
-    "torch.logical_not({0})",
-    "{0} + 1",
-    "{0} * 2.5",
-    "{0} & True",
-    "{0}.to(torch.bfloat16)",
-)
-BINARY = (
-    "{0} + {1}",
-    "{0} - {1}",
-    "{0} * {1}",
-    "{0} / ({1}.abs() + 1)",
-    "torch.add({0}, {1}, alpha=0.5)",
-    "torch.atan2({0}, {1}.abs() + 0.5)",
-    "torch.hypot({0}, {1})",
-    "torch.lerp({0}, {1}.to({0}.dtype), 0.25)",
-    "torch.where({0} > {0} - 1, {0}, {1})",
-    "torch.rsub({0}, {1})",
-    "torch.logaddexp({0}, {1})",
-    "torch.addcmul({0}, {0}, {1}.to({0}.dtype), value=0.5)",
-)
-BINARY_EXACT = ("torch.maximum({0}, {1})", "torch.minimum({0}, {1})", "torch.fmax({0}, {1})")
-BINARY_JUMPS = (
-    "{0} > {1}",
-    "{0} == {1}",
-    "torch.where({0} > {1}, {0}, {1})",
-    "torch.le({0}, {1})",
-    "torch.ne({0}, {1})",
-    "torch.where({0} < {1}, {0} * 0, {0})",
-)
-INT_BINARY = (
-    "{0} + {1}",
-    "{0} - {1}",
-    "{0} & {1}",
-    "{0} | {1}",
-    "{0} ^ {1}",
-    "torch.maximum({0}, {1})",
-    "{0} < {1}",
-    "({0} % 11) * ({1} % 7)",
-    "{0} // ({1}.abs() + 1)",
-    "{0} % ({1}.abs() + 1)",
-    "torch.gcd({0}, {1})",
-)
-CASTS = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 
 
 def _unary(rng: random.Random, t: list[torch.Tensor]) -> Answer:

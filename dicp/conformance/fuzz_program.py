@@ -1,4 +1,4 @@
-"""Random programs: generating them, writing them out, running them, comparing compiled with eager.
+"""The fuzzer's programs: writing them out, running them, comparing compiled with eager.
 
 The yardstick is Monte Carlo arithmetic: the fp64 reference is run several times with every rounding
 statement's result moved by one eps of the dtype the program computes in. How far results then wander is what
@@ -7,7 +7,6 @@ rounding alone may do to this program.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,17 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from . import tolerance
-from .fuzz_ops import RULES, Rule
 from .outcome import cotangent
 
-LARGEST = 20_000  # elements of one tensor
 RUNS = 6  # of the noisy reference
 SLACK = 4.0  # how many times the widest wandering is allowed
-SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
-
-
-class Invalid(Exception):
-    """The program means nothing for these sizes, or its numbers are too wild to compare."""
 
 
 @dataclass(frozen=True)
@@ -312,155 +304,3 @@ def _unexplained(a: torch.Tensor, e: torch.Tensor, runs: Sequence[torch.Tensor |
         if float(gap.nan_to_num(1e300).max()) > bound
         else None
     )
-
-
-# ---- generating ----
-
-
-def generate(seed: int, largest: int = 14) -> Program:
-    """A random program that eager runs, at both sizes if it is dynamic."""
-    attempt = 0
-    while True:
-        rng = random.Random(seed * 1000 + attempt)
-        attempt += 1
-        try:
-            return _generate(seed, rng, largest)
-        except (Invalid, RuntimeError, IndexError, ValueError, TypeError):
-            if attempt > 200:
-                raise
-
-
-def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, int]]:
-    dims = rng.sample(SIZES, 3)
-    main = rng.choice(("float32", "float32", "float32", "bfloat16", "float64", "float16"))
-    inputs: list[Input] = []
-    for n in range(rng.randint(1, 4)):
-        rank = rng.choice((0, 1, 2, 2, 2, 3, 3, 4))
-        shape = tuple(rng.choice(dims) for _ in range(rank))
-        while torch.Size(shape).numel() > LARGEST // 4:
-            shape = shape[1:]
-        if n and inputs and rng.random() < 0.5:
-            shape = inputs[0].shape
-        if rng.random() < 0.03 and shape:
-            shape = (0, *shape[1:])
-        dtype = (
-            main
-            if n == 0 or rng.random() < 0.7
-            else rng.choice(("int64", "int32", "bool", "float32", "bfloat16", "uint8"))
-        )
-        layout = rng.choice(("contiguous",) * 6 + ("transposed", "strided", "expanded"))
-        grad = gradient and "float" in dtype and rng.random() < 0.8
-        inputs.append(Input(f"x{n}", shape, dtype, layout, grad))
-    return inputs, {d: rng.choice([s for s in SIZES if s > 1]) if d > 1 else d for d in dims}
-
-
-def _generate(seed: int, rng: random.Random, largest: int) -> Program:
-    gradient, dynamic = rng.random() < 0.4, rng.random() < 0.3
-    inputs, other = _inputs(rng, gradient)
-    if dynamic and any(torch.Size(other.get(d, d) for d in i.shape).numel() > LARGEST for i in inputs):
-        raise Invalid("the second sizes are too large to run in reasonable time")
-    env = {i.name: i.make(seed * 100 + n).detach() for n, i in enumerate(inputs)}
-    exact = {i.name: True for i in inputs}
-    grads = {i.name for i in inputs if i.requires_grad}
-    body: list[Statement] = []
-    wanted = rng.randint(2, largest)
-    for _ in range(wanted * 8):
-        if len(body) >= wanted:
-            break
-        s = _statement(rng, env, exact, grads, f"v{len(body)}")
-        if s is not None:
-            body.append(s)
-    made = [s.out for s in body if s.out is not None]
-    if not made:
-        raise Invalid("nothing computed")
-    used = {a for s in body for a in s.args}
-    outputs = [v for v in made if v not in used or rng.random() < 0.15]
-    if rng.random() < 0.1:
-        outputs.append(rng.choice([i.name for i in inputs]))
-    p = Program(
-        seed,
-        tuple(inputs),
-        tuple(body),
-        tuple(outputs or made[-1:]),
-        dynamic,
-        gradient,
-        tuple(tuple(other.get(d, d) for d in i.shape) for i in inputs),
-    )
-    first = run(function(p.source()), p, inputs_of(p))
-    if any(not torch.isfinite(o.double()).all() for o in first[0]):
-        raise Invalid("not finite")
-    if p.dynamic:
-        run(function(p.source()), p, inputs_of(p, second=True))
-    return p
-
-
-def _statement(
-    rng: random.Random, env: dict[str, torch.Tensor], exact: dict[str, bool], grads: set[str], name: str
-) -> Statement | None:
-    rule: Rule = rng.choices(RULES, [r.weight for r in RULES])[0]
-    names = list(env)
-    # Recent variables oftener: deep graphs rather than wide ones.
-    picked = [
-        rng.choice(names[-5:]) if rng.random() < 0.6 else rng.choice(names) for _ in range(rule.operands)
-    ]
-    if rule.inplace and picked[0] in grads:
-        return None
-    tensors = [env[v] for v in picked]
-    if rule.exact_in and not all(exact[v] for v in picked):
-        return None
-    text = rule.make(rng, tensors)
-    if text is None:
-        return None
-    saved = {k: v.clone() for k, v in env.items()} if rule.inplace else {}
-    s = Statement(
-        None if rule.inplace else name,
-        text,
-        tuple(picked),
-        not rule.inplace and not (rule.exact and all(exact[v] for v in picked)) and rule.name != "view",
-        rule.name,
-    )
-    try:
-        f = function(
-            f"def f({', '.join(env)}):\n    {s.source()}\n    return ({name if s.out else picked[0]},)"
-        )
-        result = f(**env)[0]
-        bad = not isinstance(result, torch.Tensor) or result.numel() > LARGEST or result.dim() > 5
-        limit = 200 if result.dtype == torch.float16 else 1e4
-        bad = bad or (
-            result.dtype.is_floating_point and result.numel() and not bool((result.abs() < limit).all())
-        )
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        bad = True
-    if bad:
-        # A failed write may have been half done.
-        for k, v in saved.items():
-            try:
-                env[k].copy_(v)
-            except RuntimeError:
-                return None
-        return None
-    if rule.inplace:
-        ok = all(exact[v] for v in picked) and not any(w in text for w in ("tanh", "mul_({1}", "addcmul"))
-        if not ok:
-            for v, t in env.items():
-                if t.untyped_storage()._cdata == env[picked[0]].untyped_storage()._cdata:
-                    exact[v] = False
-        return s
-    env[name] = result
-    exact[name] = not s.noisy if not result.dtype.is_floating_point or rule.exact else False
-    if not result.dtype.is_floating_point:
-        exact[name] = True
-    elif rule.name in (
-        "view",
-        "data_movement",
-        "join",
-        "unary_exact",
-        "binary_exact",
-        "jump",
-        "reduce_exact",
-        "masked",
-    ):
-        exact[name] = all(exact[v] for v in picked)
-    elif rule.name == "factory":
-        exact[name] = True
-    return s

@@ -377,14 +377,14 @@ def test_fuzzer_finds_and_shrinks(tmp_path: Path) -> None:
 
 
 def test_programs_are_reproducible() -> None:
-    from dicp.conformance.fuzz_program import generate
+    from dicp.conformance.fuzz_generate import generate
 
     assert all(generate(k).source() == generate(k).source() for k in range(20))
 
 
 def test_second_sizes_are_small_too() -> None:
     """This one once had inputs of 64^4 elements, and looked like a hang."""
-    from dicp.conformance.fuzz_program import LARGEST, generate
+    from dicp.conformance.fuzz_generate import LARGEST, generate
 
     p = generate(904417000201)
     assert all(torch.Size(shape).numel() <= LARGEST for shape in p.sizes2), p

@@ -1,0 +1,178 @@
+"""Random programs: the same for a seed everywhere, and such that eager runs them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from .fuzz_ops import RULES, Rule
+from .fuzz_program import Input, Program, Statement, function, inputs_of, run
+
+LARGEST = 20_000  # elements of one tensor
+HIGHEST = 1e4  # magnitude of an element
+HIGHEST_HALF = 200  # of a float16
+SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
+ERRORS = (RuntimeError, IndexError, ValueError, TypeError)  # what torch raises for a call that means nothing
+ROUNDING_WRITES = ("tanh", "mul_({1}", "addcmul")
+
+
+class Invalid(Exception):
+    """The program means nothing for these sizes, or its numbers are too wild to compare."""
+
+
+@dataclass(eq=False)
+class _Variables:
+    """What the statements so far have made: values, which of them every implementation computes to the last
+    bit, and the inputs that want gradients."""
+
+    values: dict[str, torch.Tensor]
+    exact: dict[str, bool]
+    grads: set[str]
+
+    def all_exact(self, names: list[str]) -> bool:
+        return all(self.exact[v] for v in names)
+
+
+def generate(seed: int, largest: int = 14) -> Program:
+    """A random program that eager runs, at both sizes if it is dynamic."""
+    attempt = 0
+    while True:
+        rng = random.Random(seed * 1000 + attempt)
+        attempt += 1
+        try:
+            return _generate(seed, rng, largest)
+        except (Invalid, *ERRORS):
+            if attempt > 200:
+                raise
+
+
+def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, int]]:
+    dims = rng.sample(SIZES, 3)
+    main = rng.choice(("float32", "float32", "float32", "bfloat16", "float64", "float16"))
+    inputs: list[Input] = []
+    for n in range(rng.randint(1, 4)):
+        rank = rng.choice((0, 1, 2, 2, 2, 3, 3, 4))
+        shape = tuple(rng.choice(dims) for _ in range(rank))
+        while torch.Size(shape).numel() > LARGEST // 4:
+            shape = shape[1:]
+        if n and inputs and rng.random() < 0.5:
+            shape = inputs[0].shape
+        if rng.random() < 0.03 and shape:
+            shape = (0, *shape[1:])
+        dtype = (
+            main
+            if n == 0 or rng.random() < 0.7
+            else rng.choice(("int64", "int32", "bool", "float32", "bfloat16", "uint8"))
+        )
+        layout = rng.choice(("contiguous",) * 6 + ("transposed", "strided", "expanded"))
+        grad = gradient and "float" in dtype and rng.random() < 0.8
+        inputs.append(Input(f"x{n}", shape, dtype, layout, grad))
+    return inputs, {d: rng.choice([s for s in SIZES if s > 1]) if d > 1 else d for d in dims}
+
+
+def _generate(seed: int, rng: random.Random, largest: int) -> Program:
+    gradient, dynamic = rng.random() < 0.4, rng.random() < 0.3
+    inputs, other = _inputs(rng, gradient)
+    if dynamic and any(torch.Size(other.get(d, d) for d in i.shape).numel() > LARGEST for i in inputs):
+        raise Invalid("the second sizes are too large to run in reasonable time")
+    made = _Variables(
+        {i.name: i.make(seed * 100 + n).detach() for n, i in enumerate(inputs)},
+        {i.name: True for i in inputs},
+        {i.name for i in inputs if i.requires_grad},
+    )
+    body: list[Statement] = []
+    wanted = rng.randint(2, largest)
+    for _ in range(wanted * 8):
+        if len(body) >= wanted:
+            break
+        s = _statement(rng, made, f"v{len(body)}")
+        if s is not None:
+            body.append(s)
+    results = [s.out for s in body if s.out is not None]
+    if not results:
+        raise Invalid("nothing computed")
+    used = {a for s in body for a in s.args}
+    outputs = [v for v in results if v not in used or rng.random() < 0.15]
+    if rng.random() < 0.1:
+        outputs.append(rng.choice([i.name for i in inputs]))
+    p = Program(
+        seed,
+        tuple(inputs),
+        tuple(body),
+        tuple(outputs or results[-1:]),
+        dynamic,
+        gradient,
+        tuple(tuple(other.get(d, d) for d in i.shape) for i in inputs),
+    )
+    first = run(function(p.source()), p, inputs_of(p))
+    if any(not torch.isfinite(o.double()).all() for o in first[0]):
+        raise Invalid("not finite")
+    if p.dynamic:
+        run(function(p.source()), p, inputs_of(p, second=True))
+    return p
+
+
+def _statement(rng: random.Random, made: _Variables, name: str) -> Statement | None:
+    """A statement that eager ran, its effect noted in `made`; None where the dice came to none."""
+    rule: Rule = rng.choices(RULES, [r.weight for r in RULES])[0]
+    args = _operands(rng, rule, list(made.values))
+    if rule.inplace and args[0] in made.grads or rule.exact_in and not made.all_exact(args):
+        return None
+    text = rule.make(rng, [made.values[v] for v in args])
+    if text is None:
+        return None
+    exact = rule.inplace or rule.name == "view" or (rule.exact and made.all_exact(args))
+    s = Statement(None if rule.inplace else name, text, tuple(args), not exact, rule.name)
+    result = _tried(s, made)
+    if result is None:
+        return None
+    if rule.inplace:
+        if not made.all_exact(args) or any(w in text for w in ROUNDING_WRITES):
+            _spoil(made, args[0])
+        return s
+    made.values[name] = result
+    made.exact[name] = (
+        not result.dtype.is_floating_point or rule.name == "factory" or (rule.exact and made.all_exact(args))
+    )
+    return s
+
+
+def _operands(rng: random.Random, rule: Rule, names: list[str]) -> list[str]:
+    """Recent variables oftener: deep graphs rather than wide ones."""
+    return [rng.choice(names[-5:]) if rng.random() < 0.6 else rng.choice(names) for _ in range(rule.operands)]
+
+
+def _tried(s: Statement, made: _Variables) -> torch.Tensor | None:
+    """The statement's result (of a write, the tensor written to); None where eager refuses it, or the result
+    is too large or too wild. A write is undone then."""
+    before = {} if s.out else {k: v.clone() for k, v in made.values.items()}
+    lines = [f"def f({', '.join(made.values)}):", s.source(), f"return ({s.out or s.args[0]},)"]
+    try:
+        result = function("\n    ".join(lines))(**made.values)[0]
+        if _usable(result):
+            return result  # type: ignore[no-any-return]
+    except ERRORS:
+        pass
+    for k, v in before.items():  # a failed write may have been half done
+        try:
+            made.values[k].copy_(v)
+        except RuntimeError:
+            break
+    return None
+
+
+def _usable(x: object) -> bool:
+    if not isinstance(x, torch.Tensor) or x.numel() > LARGEST or x.dim() > 5:
+        return False
+    limit = HIGHEST_HALF if x.dtype == torch.float16 else HIGHEST
+    return not x.dtype.is_floating_point or x.numel() == 0 or bool((x.abs() < limit).all())
+
+
+def _spoil(made: _Variables, name: str) -> None:
+    """A write that rounds: everything that shares the memory is no longer exact."""
+    memory = made.values[name].untyped_storage()._cdata
+    for v, t in made.values.items():
+        if t.untyped_storage()._cdata == memory:
+            made.exact[v] = False
