@@ -305,7 +305,7 @@ def at_least(i: Index, n: Index) -> Expr:
     """i >= n, decided at compile time when it can be."""
     if isinstance(i, int) and isinstance(n, int):
         return const(i >= n, torch.bool)
-    low = ix._limit(i - n, upper=False)
+    low = ix.limit(i - n, upper=False)
     if low is not None and ix.nonnegative(low):
         return const(True, torch.bool)
     return Expr("ge", (index_value(i), index_value(n)), torch.bool)

@@ -276,7 +276,7 @@ def substitute(x: Index, mapping: Mapping[Atom, Index]) -> Index:
     return x if isinstance(x, int) else map_atoms(x, mapping.get)
 
 
-def _limit(x: Index, upper: bool) -> Index | None:
+def limit(x: Index, upper: bool) -> Index | None:
     """Upper (or lower) bound of x over its loop variables, as an index over size symbols; None
     when unknown."""
     if isinstance(x, int):
@@ -301,7 +301,7 @@ def _limit(x: Index, upper: bool) -> Index | None:
 
 def lower_is_zero(a: Atom) -> bool:
     if isinstance(a, Div):
-        low = _limit(a.num, upper=False)
+        low = limit(a.num, upper=False)
         return low is not None and nonnegative(low)
     return True
 
@@ -310,7 +310,7 @@ def _atom_upper(a: Atom) -> Index | None:
     if isinstance(a, Mod):
         return a.den - 1
     if isinstance(a, Div):
-        top = _limit(a.num, upper=True)
+        top = limit(a.num, upper=True)
         return None if top is None else floordiv(top, a.den)
     size = a.size if isinstance(a, (Var, Opaque)) else None
     return None if size is None else size - 1
@@ -335,10 +335,10 @@ def nonnegative(x: Index) -> bool:
 
 def in_range(x: Index, size: Index) -> bool:
     """Whether 0 <= x < size is proven."""
-    low = _limit(x, upper=False)
+    low = limit(x, upper=False)
     if low is None or not nonnegative(low):
         return False
-    top = _limit(x, upper=True)
+    top = limit(x, upper=True)
     return top is not None and nonnegative(size - top - 1)
 
 

@@ -17,13 +17,14 @@ A kernel's hash ignores buffer and axis names, so equal kernels are built once.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from dicp.ir import index as ix
-from dicp.ir.expr import NAMES, Expr, rewrite, variables, walk
+from dicp.ir.expr import NAMES, Expr, rewrite, walk
 from dicp.ir.index import Index, Var
 
 
@@ -107,8 +108,37 @@ class Kernel:
         return hashlib.blake2b(show(canonical(self)).encode(), digest_size=8).hexdigest()
 
 
-def expressions(kernel: Kernel) -> tuple[Expr, ...]:
-    return tuple(s.value for s in kernel.body)
+def expressions(s: Statement) -> list[Expr]:
+    """Every expression of a statement, those of a position found at run time included."""
+    roots = [s.value]
+    if isinstance(s, Store):
+        roots += [a.payload for a in ix.atoms(s.index) if isinstance(a, ix.Opaque)]
+    return walk(*roots)
+
+
+def accessed(body: Iterable[Statement]) -> list[Index]:
+    """Flat positions of every store and then every load, each once."""
+    body = list(body)
+    stores = [s.index for s in body if isinstance(s, Store)]
+    loads = [e.args[1] for s in body for e in expressions(s) if e.op == "load"]
+    return list(dict.fromkeys(stores + loads))
+
+
+def identity(kind: str, dtype: torch.dtype) -> bool | int | float:
+    """What leaves a reduction or scan of that kind as it is; of the arg kinds, the best of nothing."""
+    kind = kind.removeprefix("arg")
+    if kind in ("sum", "any"):
+        return 0
+    if kind in ("prod", "all"):
+        return 1
+    if kind == "logsumexp":
+        return float("-inf")
+    if dtype == torch.bool:
+        return kind == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if kind == "max" else float("inf")
+    info = torch.iinfo(dtype)
+    return info.min if kind == "max" else info.max
 
 
 def canonical(kernel: Kernel) -> Kernel:
@@ -206,9 +236,3 @@ def show(kernel: Kernel) -> str:
             word = "reduce" if isinstance(s, Reduce) else "scan"
             lines.append(f"  {', '.join(s.refs)} = {word} {s.kind} {text(s.value)}")
     return "\n".join(lines)
-
-
-def is_full(x: Expr, kernel: Kernel, full_refs: frozenset[str]) -> bool:
-    """Whether x has a value per point of the full space."""
-    inner = {a.var for a in kernel.inner}
-    return bool(variables(x) & inner) or any(e.op == "ref" and e.args[0] in full_refs for e in walk(x))

@@ -13,7 +13,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
-from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store
+from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store, accessed, expressions
 from dicp.schedule.defs import Buffer, Call, Lowered, Pointwise, Reduction, Scatter, View, views
 from dicp.schedule.fuse import Group, Member, Step
 
@@ -94,14 +94,14 @@ def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[st
     params, buffers = _params(body, lowered)
     name = _name(group)
     kernel = Kernel(name, tuple(axes), params, used, tuple(body), _origins(body, group))
-    reads = frozenset(e.args[0] for s in body for e in _all_exprs(s) if e.op == "load")
+    reads = frozenset(e.args[0] for s in body for e in expressions(s) if e.op == "load")
     writes = frozenset(s.buffer for s in body if isinstance(s, Store))
     return Launch(kernel, buffers, first, _overwritable(body, axes), reads, writes)
 
 
 def _origins(body: list[Statement], group: Group) -> tuple[str, ...]:
     """The op and user's line of everything that the kernel computes, in the order computed."""
-    notes = [note for s in body for note in (*(e.note for e in _all_exprs(s)), s.note)]
+    notes = [note for s in body for note in (*(e.note for e in expressions(s)), s.note)]
     return tuple(dict.fromkeys(n for n in (*notes, *(m.definition.note for m in group.members)) if n))
 
 
@@ -179,13 +179,6 @@ def _reduction(
             draft.body.append(Store(b.name, b.flat(m.index(d.index)), ref, note=d.note))
 
 
-def _all_exprs(s: Statement) -> list[Expr]:
-    roots = [s.value]
-    if isinstance(s, Store) and isinstance(s.index, ix.Poly):
-        roots += [a.payload for a in ix.atoms(s.index) if isinstance(a, ix.Opaque)]
-    return ex.walk(*roots)
-
-
 def _drop_dead(body: list[Statement]) -> list[Statement]:
     """Without the reductions nobody reads."""
     live: set[str] = set()
@@ -193,18 +186,11 @@ def _drop_dead(body: list[Statement]) -> list[Statement]:
     for s in reversed(body):
         if isinstance(s, Store) or live & set(s.refs):
             out.append(s)
-            live |= {e.args[0] for e in _all_exprs(s) if e.op == "ref"}
+            live |= {e.args[0] for e in expressions(s) if e.op == "ref"}
     return out[::-1]
 
 
 # -- axes --------------------------------------------------------------------------------------------------
-
-
-def _accesses(body: list[Statement]) -> list[Index]:
-    """Flat positions of every load and store, the heaviest statement's store first."""
-    stores = [s.index for s in body if isinstance(s, Store)]
-    loads = [e.args[1] for s in body for e in _all_exprs(s) if e.op == "load"]
-    return list(dict.fromkeys(stores + loads))
 
 
 def _stride(i: Index, v: Var) -> int:
@@ -218,7 +204,7 @@ def _stride(i: Index, v: Var) -> int:
 
 def _settle_axes(body: list[Statement], axes: list[Axis]) -> tuple[list[Statement], list[Axis]]:
     """Order axes by stride (outermost largest; reduced ones after the outer ones) and merge neighbours."""
-    accesses = _accesses(body)
+    accesses = accessed(body)
 
     def far(a: Axis) -> tuple[int, int]:
         strides = [_stride(i, a.var) for i in accesses]
@@ -239,7 +225,7 @@ def _merge(
     body: list[Statement], axes: list[Axis], accesses: list[Index]
 ) -> tuple[list[Statement], list[Axis]]:
     """a < m, b < n with every position linear in n*a + b  ->  one axis of m*n."""
-    values = [e.args[0] for s in body for e in _all_exprs(s) if e.op == "index"]
+    values = [e.args[0] for s in body for e in expressions(s) if e.op == "index"]
     k = 0
     while k + 1 < len(axes):
         a, b = axes[k], axes[k + 1]
@@ -299,7 +285,7 @@ def _rewrite_body(body: list[Statement], leaf, on_index) -> list[Statement]:  # 
 
 def _number_checks(body: list[Statement]) -> tuple[list[Statement], list[int]]:
     """Checks numbered from 0 within the kernel, so that equal kernels stay equal."""
-    numbers = list(dict.fromkeys(e.args[-1] for s in body for e in _all_exprs(s) if e.op in ex.CHECKS))
+    numbers = list(dict.fromkeys(e.args[-1] for s in body for e in expressions(s) if e.op in ex.CHECKS))
     if not numbers:
         return body, []
 
@@ -315,8 +301,8 @@ def _sizes(body: list[Statement], axes: list[Axis]) -> tuple[Var, ...]:
     found: dict[str, Var] = {}
     indices = (
         [a.size for a in axes]
-        + _accesses(body)
-        + [e.args[0] for s in body for e in _all_exprs(s) if e.op == "index"]
+        + accessed(body)
+        + [e.args[0] for s in body for e in expressions(s) if e.op == "index"]
     )
     for i in indices:
         for a in ix.atoms(i):
@@ -326,7 +312,7 @@ def _sizes(body: list[Statement], axes: list[Axis]) -> tuple[Var, ...]:
 
 
 def _params(body: list[Statement], lowered: Lowered) -> tuple[tuple[Param, ...], tuple[Buffer, ...]]:
-    reads = dict.fromkeys(e.args[0] for s in body for e in _all_exprs(s) if e.op == "load")
+    reads = dict.fromkeys(e.args[0] for s in body for e in expressions(s) if e.op == "load")
     writes = dict.fromkeys(s.buffer for s in body if isinstance(s, Store))
     updated = {s.buffer for s in body if isinstance(s, Store) and s.mode != "set"}
     names = list(dict.fromkeys([*reads, *writes]))
@@ -347,7 +333,7 @@ def _overwritable(body: list[Statement], axes: list[Axis]) -> dict[str, frozense
     inside = [a.var for a in axes if a.reduced or a.serial]
 
     def per_outer_point(s: Store) -> bool:
-        exprs = _all_exprs(s)
+        exprs = expressions(s)
         indices = [s.index, *(i for e in exprs for i in e.args if isinstance(i, ix.Poly))]
         refs = {e.args[0] for e in exprs if e.op == "ref"}
         return (
@@ -357,7 +343,7 @@ def _overwritable(body: list[Statement], axes: list[Axis]) -> dict[str, frozense
     at: dict[str, set[Index]] = {}
     storing: dict[str, set[int]] = {}
     for k, s in enumerate(body):
-        for e in _all_exprs(s):
+        for e in expressions(s):
             if e.op == "load":
                 at.setdefault(e.args[0], set()).add(e.args[1])
                 storing.setdefault(e.args[0], set()).update({k} if isinstance(s, Store) else ())
@@ -366,7 +352,7 @@ def _overwritable(body: list[Statement], axes: list[Axis]) -> dict[str, frozense
         if (
             isinstance(s, Store)
             and s.mode == "set"
-            and reduced <= {e.args[0] for e in _all_exprs(s) if e.op == "ref"}
+            and reduced <= {e.args[0] for e in expressions(s) if e.op == "ref"}
         ):
             alone = per_outer_point(s)
             out[s.buffer] = frozenset(

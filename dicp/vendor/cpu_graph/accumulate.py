@@ -6,7 +6,7 @@ import torch
 
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
-from dicp.ir.kernel import Reduce, Scan
+from dicp.ir.kernel import Reduce, Scan, identity
 from dicp.vendor.cpu_graph.expression import SCALAR, VECTOR, ExpressionWriter, Scope, index_text, literal
 from dicp.vendor.cpu_graph.loops import Shape
 
@@ -40,7 +40,7 @@ class Accumulators:
         if s.kind in ("argmax", "argmin"):
             self._add_position(s, value, kind, scope, before, acc, array, init, rows)
             return
-        start = _identity(s)
+        start = identity(s.kind, s.value.dtype)
         if vectors and rows:
             value = f"blend(lanes, {value}, {literal(start, s.value.dtype)})"
         if s.kind == "sum" and s.value.dtype.is_floating_point and self._long():
@@ -128,7 +128,7 @@ class Accumulators:
     ) -> None:  # type: ignore[no-untyped-def]
         name, better = self._acc(s), f"better_{s.kind[3:]}"
         vectors = self.vectors
-        start = literal(_identity(s), s.value.dtype)
+        start = literal(identity(s.kind, s.value.dtype), s.value.dtype)
         index = "vi64" if vectors else "int64_t"
         self._declare(before, kind, name, array, init(start))
         self._declare(
@@ -207,7 +207,7 @@ class Accumulators:
         wide = s.kind in ("sum", "prod") and s.value.dtype == torch.float32
         dtype = torch.float64 if wide else s.value.dtype
         own = (VECTOR if vectors else SCALAR)[dtype]
-        start = literal(_identity(s), dtype)
+        start = literal(identity(s.kind, s.value.dtype), dtype)
         before.append(f"{own} {state} = {f'splat<{own}>({start})' if vectors else start};")
         operand = f"cast<{own}>({value})" if wide else value
         step = {
@@ -226,7 +226,7 @@ class Accumulators:
         vectors = self.vectors
         index = "vi64" if vectors else "int64_t"
         here = self._linear_position()
-        before.append(f"{kind} acc_{best} = {init(literal(_identity(s), s.value.dtype))};")
+        before.append(f"{kind} acc_{best} = {init(literal(identity(s.kind, s.value.dtype), s.value.dtype))};")
         before.append(f"{index} acc_{at} = {'splat<vi64>(0)' if vectors else '0'};")
         flag = self.writer.fresh("better")
         word = "ge" if s.kind == "argmax" else "le"
@@ -254,21 +254,3 @@ class Accumulators:
         for ref, text in zip(s.refs, parts, strict=True):
             scope.lines.append(f"const {kind} {ref} = {text};" + (f"  // {s.note}" if s.note else ""))
             self.writer.refs[ref] = (ref, True)
-
-
-def _identity(s: Reduce | Scan) -> bool | int | float:
-    """What leaves a reduction unchanged."""
-    kind = s.kind.removeprefix("arg")
-    dtype = s.value.dtype
-    if kind in ("sum", "any"):
-        return 0
-    if kind in ("prod", "all"):
-        return 1
-    if kind == "logsumexp":
-        return float("-inf")
-    if dtype == torch.bool:
-        return kind == "min"
-    if dtype.is_floating_point:
-        return float("-inf") if kind == "max" else float("inf")
-    info = torch.iinfo(dtype)
-    return info.min if kind == "max" else info.max

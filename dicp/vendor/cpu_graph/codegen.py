@@ -14,7 +14,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Var
-from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical
+from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
 from dicp.vendor.cpu_graph.loops import (
@@ -49,9 +49,7 @@ def signature(kernel: Kernel, name: str) -> str:
 
 
 def has_checks(kernel: Kernel) -> bool:
-    from dicp.schedule.kernels import _all_exprs
-
-    return any(e.op in ex.CHECKS for s in kernel.body for e in _all_exprs(s))
+    return any(e.op in ex.CHECKS for s in kernel.body for e in expressions(s))
 
 
 class _KernelWriter:

@@ -109,7 +109,7 @@ def index_text(i: Index, names: Callable[[ix.Atom], str]) -> str:
 def _atom_text(a: ix.Atom, names: Callable[[ix.Atom], str]) -> str:
     if isinstance(a, (ix.Div, ix.Mod)):
         sign = "/" if isinstance(a, ix.Div) else "%"
-        low = ix._limit(a.num, upper=False)
+        low = ix.limit(a.num, upper=False)
         num, den = index_text(a.num, names), index_text(a.den, names)
         if low is not None and ix.nonnegative(low):
             return (

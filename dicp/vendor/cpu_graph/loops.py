@@ -16,7 +16,7 @@ import torch
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
-from dicp.ir.kernel import Axis, Kernel, Scan, Store
+from dicp.ir.kernel import Axis, Kernel, Scan, Store, accessed, expressions
 from dicp.vendor.cpu_graph.expression import index_text
 
 PARALLEL_WORK = 1 << 15  # element operations below which starting threads costs more than it brings
@@ -35,16 +35,14 @@ class Shape:
 
 def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     """Vectorise along the axis that most accesses walk contiguously."""
-    from dicp.schedule.kernels import _accesses, _all_exprs
-
     inner = tuple(a for a in kernel.axes if a.reduced or a.serial)
     outer = tuple(a for a in kernel.axes if not (a.reduced or a.serial))
     stores = [s.index for s in kernel.body if isinstance(s, Store)]
-    loads = [e.args[1] for s in kernel.body for e in _all_exprs(s) if e.op == "load"]
+    loads = [e.args[1] for s in kernel.body for e in expressions(s) if e.op == "load"]
 
     def votes(a: Axis) -> int:
         total = 0
-        for i in _accesses(list(kernel.body)):
+        for i in accessed(kernel.body):
             split = ix.coefficient(i, a.var)
             total += (2 if i in stores else 1) * (split is not None and split[0] == 1)
         return total

@@ -30,8 +30,8 @@ from dicp.runtime.program import Program, Runner, Segment
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import codegen
-from dicp.vendor.cuda_graph.codegen import Source
 from dicp.vendor.cuda_graph.expression import host_text
+from dicp.vendor.cuda_graph.module import Source
 from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim, reach
 from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 

@@ -1,9 +1,9 @@
-"""The functions of device.py for Triton's interpreter, which knows neither libdevice nor (at any speed)
+"""The functions of device/ for Triton's interpreter, which knows neither libdevice nor (at any speed)
 reductions.
 
-The bodies are those of device.py, run as plain Python on the interpreter's tensors; libdevice functions
-come from torch,
-reductions and scans from NumPy. So one emitted kernel serves both, and its logic is tested without a GPU.
+The bodies are those of device/, run as plain Python on the interpreter's tensors; libdevice functions come
+from torch, reductions and scans from NumPy. So one emitted kernel serves both, and its logic is tested
+without a GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-LIBDEVICE = """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh
-atanh erf erfc
-    erfinv lgamma rsqrt trunc signbit copysign nextafter hypot atan2 fmod""".split()
+LIBDEVICE = """
+    exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc
+    erfinv lgamma rsqrt trunc signbit copysign nextafter hypot atan2 fmod
+""".split()
 RENAMED = {"rint": "round", "pow": "pow", "round_even": "round"}
 
 

@@ -52,7 +52,7 @@ INFIX = {
     "bxor": "^",
 }
 BOOL_INFIX = {"add": "|", "mul": "&", "sub": "^", "maximum": "|", "minimum": "&", "fmax": "|", "fmin": "&"}
-WORDS = {"abs": "absolute", "pow": "power"}  # primitives that device.py spells otherwise
+WORDS = {"abs": "absolute", "pow": "power"}  # primitives that device/ spells otherwise
 LITERAL = (
     torch.float32,
     torch.int32,
@@ -360,7 +360,7 @@ class ExpressionWriter:
         if isinstance(a, ix.Opaque):
             return self.write(a.payload, scope, mask)
         if isinstance(a, (ix.Div, ix.Mod)):
-            low = ix._limit(a.num, upper=False)
+            low = ix.limit(a.num, upper=False)
             num, den = self.index(a.num, scope, mask), self.index(a.den, scope, mask)
             if low is not None and ix.nonnegative(low):
                 den = den if den.isidentifier() or den.isdigit() else f"({den})"

@@ -51,7 +51,7 @@ _interpreting = threading.Lock()
 
 
 class Source(Protocol):
-    """An emitted kernel: codegen.Source, or a template."""
+    """An emitted kernel: module.Source, or a template."""
 
     @property
     def name(self) -> str: ...

@@ -14,6 +14,8 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Store, canonical
 from dicp.vendor.cuda_graph import codegen, launch
+from dicp.vendor.cuda_graph.assemble import programs_function
+from dicp.vendor.cuda_graph.module import Source
 
 TARGETS = [GPUTarget("cuda", arch, 32) for arch in (80, 90, 100)]
 
@@ -35,14 +37,9 @@ def run(
 ) -> list[torch.Tensor]:
     """The buffers after the kernel ran in Triton's interpreter."""
     source = codegen.emit(kernel, interpreted=True)
-    fn = launch.load(source, config)
-    values = dict(zip(source.kernel.sizes, sizes))
-
-    def programs(*_: int) -> int:
-        return codegen.programs(source, lambda i: int(ix.evaluate(i, values.__getitem__)))
-
+    call = launch.InterpretedKernel(source, launch.load(source, config), programs_function(source))
     buffers = [t.clone() for t in tensors]
-    launch.InterpretedKernel(source, fn, programs)(False, *buffers, *sizes)
+    call(False, *buffers, *sizes)
     return buffers
 
 
@@ -108,7 +105,7 @@ def _along(s: Reduce | Scan, full: torch.Tensor, inner: list[int]) -> list[torch
 
 
 def compile_everywhere(
-    sources: Sequence[codegen.Source], config: Config, targets: Sequence[GPUTarget] = tuple(TARGETS)
+    sources: Sequence[Source], config: Config, targets: Sequence[GPUTarget] = tuple(TARGETS)
 ) -> int:
     """Compile kernels to binaries; how many there are."""
     count = 0

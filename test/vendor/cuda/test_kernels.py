@@ -12,7 +12,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Store
-from dicp.vendor.cuda_graph import codegen
+from dicp.vendor.cuda_graph import codegen, tiles
 
 REDUCTIONS = ["sum", "prod", "max", "min", "argmax", "argmin", "welford"]
 SCANS = ["sum", "max", "min", "logsumexp", "argmax", "argmin"]
@@ -96,7 +96,7 @@ def test_reductions_of_bools(kind: str, m: int, n: int, config: Config) -> None:
 def test_scans(
     kind: str, m: int, n: int, rows: bool, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codegen, "PERSISTENT", 512)  # longer ones run in a loop
+    monkeypatch.setattr(tiles, "PERSISTENT", 512)  # longer ones run in a loop
     kernel = rows_kernel(Scan, kind, m, n, rows)
     x = torch.randn(m * n)
     agree(kernel, [x, *outputs(kernel, x, m, True)], (), config, rtol=1e-3, atol=1e-3)
@@ -144,7 +144,7 @@ def test_transposition_is_a_plane(config: Config) -> None:
         (),
         (Store("y", ix.of(i) * 37 + ix.of(j), load("x", ix.of(j) * 50 + ix.of(i)) * 2),),
     )
-    assert codegen.choose_tile(kernel).form == "plane"
+    assert tiles.choose_tile(kernel).form == "plane"
     agree(kernel, [torch.randn(1850), torch.zeros(1850)], (), config)
 
 

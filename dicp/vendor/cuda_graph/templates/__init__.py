@@ -16,13 +16,13 @@ from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Param
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cuda_graph.codegen import INDENT, example_lines
 from dicp.vendor.cuda_graph.expression import host_text
+from dicp.vendor.cuda_graph.module import INDENT, module_text
 
 
 @dataclass(frozen=True)
 class Template:
-    """See codegen.Source, whose names these are. `operands`: the memory behind the pointers, in order."""
+    """See module.Source, whose names these are. `operands`: the memory behind the pointers, in order."""
 
     name: str
     text: str
@@ -154,29 +154,8 @@ def make(
         "constants": dict(constants),
         "warps": warps,
     } | ({"stages": stages} if stages is not None else {})
-    lines = [
-        f'"""{name}',
-        "",
-        *(INDENT + o for o in origins),
-        "",
-        *about,
-        '"""',
-        "",
-        "import triton",
-        "import triton.language as tl",
-        "",
-        "from dicp.vendor.cuda_graph import device as d",
-        "",
-        "",
-        "@triton.jit",
-        f"def {name}({', '.join(heads)}):",
-        *(INDENT + line for line in body),
-        "",
-        "",
-        *example_lines(name, example, sizes),
-        "",
-    ]
-    text = "\n".join(lines)
+    function = ["@triton.jit", f"def {name}({', '.join(heads)}):", *(INDENT + line for line in body)]
+    text = module_text(name, origins, about, function, example, sizes)
     return Template(name, text, made, sizes, dict(constants), grid, warps, stages, tuple(origins))
 
 

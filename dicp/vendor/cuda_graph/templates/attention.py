@@ -16,8 +16,8 @@ import torch
 
 from dicp.ir import expr as ex
 from dicp.ir.index import Index
-from dicp.vendor.cuda_graph.codegen import INDENT
 from dicp.vendor.cuda_graph.expression import TYPES, host_text
+from dicp.vendor.cuda_graph.module import INDENT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number, reach
 
 LOG2E = 1.4426950408889634

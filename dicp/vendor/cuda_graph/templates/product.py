@@ -20,8 +20,8 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.schedule.defs import View
-from dicp.vendor.cuda_graph.codegen import INDENT
 from dicp.vendor.cuda_graph.expression import TYPES, host_text
+from dicp.vendor.cuda_graph.module import INDENT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number, reach
 
 MAX_ROWS = 4

@@ -1,0 +1,180 @@
+"""Tiles: the form in which a kernel's programs take its iteration space, and how large they are.
+
+    line     [X]       pointwise: all axes as one line
+    plane    [Y, X]    pointwise where operands are contiguous along different axes (transpositions)
+    rows     [X, R]    reductions and scans: x runs over the results, r over what is reduced
+
+Rows that fit one tile are read once and stay in registers (persistent); longer ones run in a loop. Scatters
+whose targets may coincide use atomics; where there is no atomic, or for a product, one program walks the axes
+in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.index import Index
+from dicp.ir.kernel import Axis, Kernel, Store, expressions
+
+PERSISTENT = 16384  # elements of a row kept in registers
+PERSISTENT_COLUMN = 64  # the same where neighbouring results, not neighbours in the row, are contiguous
+LOOP_ROW = 2048  # elements of a row that one step of a loop takes
+PLANE_SIDE = 16  # a transposition pays from this many elements along both axes
+ATOMIC = {
+    "add": (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16),
+    "max": (torch.float32, torch.float64, torch.int32, torch.int64),
+    "min": (torch.float32, torch.float64, torch.int32, torch.int64),
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The form of a kernel's tiles: which axes each dim joins (outermost first), and which run one at a time.
+
+    `contiguous`: whether the reduced axis is the contiguous one. `persistent`: whether a row is one tile.
+    """
+
+    form: str
+    x: tuple[Axis, ...]
+    y: tuple[Axis, ...] = ()
+    r: tuple[Axis, ...] = ()
+    single: tuple[Axis, ...] = ()  # a program has one position of these
+    serial: tuple[Axis, ...] = ()  # a program walks these in order
+    persistent: bool = True
+    contiguous: bool = True
+    ordered: bool = False  # scatters run one by one (also where they are one)
+
+    @staticmethod
+    def extent(axes: tuple[Axis, ...]) -> Index:
+        return ix.product(a.size for a in axes)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes (powers of two; y and r are 1 where the form has no such dim) and warps of a launch."""
+
+    x: int
+    y: int = 1
+    r: int = 1
+    warps: int = 4
+
+
+# -- the form ------------------------------------------------------------------------------------------------
+
+
+def _accesses(kernel: Kernel) -> tuple[list[Index], list[Index]]:
+    """(positions loaded, positions stored)"""
+    loads = [e.args[1] for s in kernel.body for e in expressions(s) if e.op == "load"]
+    return list(dict.fromkeys(loads)), list(
+        dict.fromkeys(s.index for s in kernel.body if isinstance(s, Store))
+    )
+
+
+def _unit(i: Index, a: Axis) -> bool:
+    """Whether neighbours along the axis are neighbours in memory."""
+    split = ix.coefficient(i, a.var)
+    return split is not None and split[0] == 1
+
+
+def _walks(i: Index, a: Axis) -> bool:
+    return ix.depends(i, a.var) and not _unit(i, a)
+
+
+def needs_order(kernel: Kernel, interpreted: bool = False) -> bool:
+    """Whether a scatter has to run its serial axes one by one: no atomic does what it does."""
+    dtypes = {p.name: p.dtype for p in kernel.params}
+    for s in kernel.body:
+        if isinstance(s, Store) and not s.unique and s.mode != "set":
+            dtype = dtypes[s.buffer]
+            # the interpreter has no atomics on 16-bit floats
+            if dtype not in ATOMIC.get(s.mode, ()) or (interpreted and dtype in ex.LOW_PRECISION):
+                return True
+    return False
+
+
+def choose_tile(kernel: Kernel, interpreted: bool = False) -> Tile:
+    inner, outer = kernel.inner, kernel.outer
+    loads, stores = _accesses(kernel)
+    if inner:
+        extent = Tile.extent(inner)
+        by_row = sum(_unit(i, inner[-1]) for i in loads + stores)
+        by_column = (
+            sum(_unit(i, outer[-1]) for i in loads if any(ix.depends(i, a.var) for a in inner))
+            if outer
+            else 0
+        )
+        contiguous = by_row >= by_column or by_column == 0
+        limit = PERSISTENT if contiguous else PERSISTENT_COLUMN
+        return Tile(
+            "rows",
+            outer,
+            r=inner,
+            persistent=isinstance(extent, int) and extent <= limit,
+            contiguous=contiguous,
+        )
+    if needs_order(kernel, interpreted):
+        free, serial = (tuple(a for a in outer if a.serial == s) for s in (False, True))
+        return Tile("line", free, serial=serial, ordered=True)
+    if len(outer) >= 2 and not any(a.serial for a in outer):
+        near = outer[-1]
+        far = [a for a in outer[:-1] if any(_unit(i, a) and _walks(i, near) for i in loads + stores)]
+        if far and all(not isinstance(a.size, int) or a.size >= PLANE_SIDE for a in (near, far[-1])):
+            return Tile("plane", (near,), (far[-1],), single=tuple(a for a in outer[:-1] if a is not far[-1]))
+    return Tile("line", outer)
+
+
+# -- the sizes -----------------------------------------------------------------------------------------------
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Blocks:
+    """Tile sizes that fill the chip and keep a tile in registers; interpreted, few and large tiles."""
+    x = Tile.extent(tile.x)
+    x = x if isinstance(x, int) else 1 << 16
+    if interpreted:
+        return _interpreted_blocks(tile, x)
+    wide = max((p.dtype.itemsize for p in kernel.params), default=4)
+    if tile.form == "plane":
+        side = 32 if wide >= 4 else 64
+        return Blocks(side, side, warps=4 if side == 32 else 8)
+    if tile.form == "line":
+        size = 1024 if wide <= 4 else 512
+        while size > 128 and x // size < 264:  # two programs for each of 132 multiprocessors
+            size //= 2
+        return Blocks(min(size, _power_of_two(x)), warps=4 if size >= 512 else 2 if size >= 256 else 1)
+    extent = Tile.extent(tile.r)
+    r = _power_of_two(extent) if tile.persistent and isinstance(extent, int) else LOOP_ROW
+    if tile.contiguous:
+        rows = max(1, min(2048 // r, 32, _power_of_two(max(1, x // 264))))
+        return Blocks(rows, r=r, warps=max(1, min(16, rows * r // 256)))
+    columns = max(8, min(64, _power_of_two(max(1, x // 132)), _power_of_two(x)))
+    r = r if tile.persistent else 4096 // columns
+    return Blocks(columns, r=r, warps=max(1, min(8, columns * r // 256)))
+
+
+def _interpreted_blocks(tile: Tile, x: int) -> Blocks:
+    """About three programs, the last one with a tail."""
+    part = _power_of_two(max(1, -(-x // 3)))
+    if tile.form == "line":
+        return Blocks(min(part, 1 << 16))
+    if tile.form == "plane":
+        y = Tile.extent(tile.y)
+        return Blocks(min(part, 256), min(256, _power_of_two(-(-y // 2)) if isinstance(y, int) else 64))
+    extent = Tile.extent(tile.r)
+    r = _power_of_two(extent) if tile.persistent and isinstance(extent, int) else 512
+    return Blocks(max(1, min(part, (1 << 18) // r)), r=r)
+
+
+def row_has_tail(tile: Tile) -> bool:
+    """Whether the last tile of a row may reach beyond its end."""
+    extent = Tile.extent(tile.r)
+    if not isinstance(extent, int) or extent <= 0 or extent & (extent - 1):
+        return True
+    return not tile.persistent and extent % LOOP_ROW != 0
