@@ -119,7 +119,7 @@ class Program:
         for s in self.body:
             line = s.source()
             if noisy and s.noisy and s.out is not None:
-                line = f"{s.out} = push({s.text.format(*s.args)}, {s.out!r})"
+                line = f"{s.out} = push({s.text.format(*s.args)}, {s.out!r}, {', '.join(s.args)})"
             if noisy and s.out in copies:
                 line += ".clone()"
             lines.append("    " + line)
@@ -164,13 +164,17 @@ def run(f: Any, p: Program, args: list[torch.Tensor]) -> Result:
 def reference(
     p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtype], push_seed: int
 ) -> Result | None:
-    """The program in fp64; push_seed > 0: with noise of one eps after every rounding statement."""
+    """The program in fp64; push_seed > 0: with noise of one eps after every rounding statement. Where the
+    program computes in fp64 too, the reference is no nearer to the truth than it: there a sum of n terms
+    gets sqrt(n) eps."""
     g = torch.Generator().manual_seed(push_seed)
 
-    def push(x: torch.Tensor, name: str) -> torch.Tensor:
+    def push(x: torch.Tensor, name: str, *operands: torch.Tensor) -> torch.Tensor:
         if not push_seed or not x.dtype.is_floating_point:
             return x
         eps = torch.finfo(dtypes[name]).eps
+        if dtypes[name] == torch.float64 and x.numel():
+            eps *= max(1.0, max((o.numel() for o in operands), default=0) / x.numel()) ** 0.5
         return x * (1 + eps * (torch.randint(0, 2, x.shape, generator=g) * 2 - 1))
 
     wide = [
@@ -197,7 +201,7 @@ def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]
     """The dtype of every variable as the program computes it."""
     seen: dict[str, torch.dtype] = {}
 
-    def push(x: torch.Tensor, name: str) -> torch.Tensor:
+    def push(x: torch.Tensor, name: str, *operands: torch.Tensor) -> torch.Tensor:
         seen[name] = x.dtype
         return x
 
