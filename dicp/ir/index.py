@@ -118,7 +118,10 @@ class Poly:
     __slots__ = ("_hash", "terms")
 
     def __init__(self, terms: Mapping[Monomial, int]) -> None:
-        self.terms: tuple[tuple[Monomial, int], ...] = tuple(sorted(terms.items(), key=_term_key))
+        items = terms.items()
+        self.terms: tuple[tuple[Monomial, int], ...] = tuple(
+            sorted(items, key=_term_key) if len(items) > 1 else items
+        )
         self._hash = hash(self.terms)
 
     def __hash__(self) -> int:

@@ -31,9 +31,10 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     ]
     n_checks = len(program.lowered.checks)
     templates = {name: text for _, writer in writers for name, text in writer.templates.items()}
-    units += [Unit(name, text) for name, text in templates.items()]
+    units = [Unit(name, text) for name, text in templates.items()] + units  # those that take longest first
     for step, writer in writers:
-        units.append(Unit(f"{program.name}_segment{step.number}", writer.source(n_checks), _lines(step)))
+        name = f"{program.name}_segment{step.number}"
+        units.append(Unit(name, writer.source(n_checks), _lines(step), optimise=False))
     program.sources = {f"{u.name}.cpp": u.source for u in units}
     launcher = threading.Thread(target=get_launcher, args=(config,))  # once per machine: beside the kernels
     launcher.start()

@@ -7,6 +7,7 @@ function names serve vectors (vf32, vi64, ...) and scalars (float, int64_t, ...)
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> str:
         if math.isinf(value):
             return ("-" if value < 0 else "") + f"__builtin_inf{suffix}()"
         if dtype == torch.float32:
-            value = torch.tensor(value, dtype=torch.float32).item()
+            value = ctypes.c_float(value).value
             if math.isinf(value):
                 return ("-" if value < 0 else "") + "__builtin_inff()"
         text = repr(float(value)) + suffix

@@ -32,7 +32,7 @@ INSTALL = (
     "install one (apt-get install g++ | dnf install gcc-c++ | conda install cxx-compiler), "
     "or set DICP_CXX to a C++17 compiler"
 )
-_COMMON = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden")
+_COMMON = ("-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden")
 # no -ffast-math: it breaks inf and NaN; errno and FP traps nobody reads; integers wrap as in torch
 _MATH = ("-fno-math-errno", "-fno-trapping-math", "-fwrapv")
 _QUIET = ("-w", "-Wno-psabi")
@@ -221,11 +221,13 @@ def lanes(config: Config) -> int:
     return LANES[host_isa(config)]
 
 
-def flags(config: Config, identity: str = "") -> Flags:
-    """Arguments for one unit, without source and output; `identity` tells clang from gcc."""
+def flags(config: Config, identity: str = "", optimise: bool = True) -> Flags:
+    """Arguments for one unit, without source and output; `identity` tells clang from gcc. Without `optimise`
+    for code that has no loops, where optimising takes longer than it can save."""
     isa = host_isa(config)
     contract = "off" if config.numerics == "eager" else "fast"
-    code = [*_COMMON, *_MATH, *_QUIET, f"-ffp-contract={contract}", f"-DDICP_LANES={LANES[isa]}"]
+    code = ["-O3" if optimise else "-O0", *_COMMON, *_MATH, *_QUIET]
+    code += [f"-ffp-contract={contract}", f"-DDICP_LANES={LANES[isa]}"]
     if isa != "portable":
         code += _AVX2
     if isa == "avx512":
