@@ -20,6 +20,7 @@ from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_linear import rewrite_linear
 from dicp.passes.rewrite_norm import rewrite_norm
 from dicp.passes.rules import Claims
+from dicp.passes.split_backward import split_backward
 
 __all__ = ["PASSES", "Claims", "OnPass", "Pass", "run_passes"]
 
@@ -63,6 +64,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
     Pass("choose_layout", choose_layout, "it counts what the rewrites left"),
     Pass("rewrite_conv_matmul", rewrite_conv_matmul, "after layout: rows are channels-last positions"),
+    Pass("split_backward", split_backward, "after the products, which take some of the gradients"),
     Pass("pack_weights", pack_weights, "last: it asks how each call will be made"),
 )
 

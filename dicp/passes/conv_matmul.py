@@ -33,6 +33,8 @@ class Convolution:
 
     positions: int
     """batch * height * width of the result, as seen while tracing"""
+    size: tuple[int, int]
+    """height and width of the result"""
     channels: tuple[int, int]
     """of input and result"""
     window: tuple[int, int]
@@ -60,6 +62,7 @@ def convolution_of(node: Node) -> Convolution | None:
         return None
     return Convolution(
         positions=size_hint(result.shape[0]) * result.shape[2] * result.shape[3],
+        size=(result.shape[2], result.shape[3]),
         channels=(x.shape[1], result.shape[1]),
         window=tuple(weight.shape[2:]),
         stride=_pair(stride),

@@ -23,7 +23,7 @@ FROZEN = "dicp_frozen"
 """Key of a placeholder's meta: the name of the weight that it is."""
 
 PACKED = "dicp_packed"
-"""Key of a placeholder's meta: true where it is what the vendor made of a weight (`Vendor.pack`)."""
+"""Key of a placeholder's meta: the form, where it is what the vendor made of a weight (`Vendor.pack`)."""
 
 SMALL = 1 << 20
 """Bytes up to which a value is folded that is larger than the weights it is made of: tables of rotary
@@ -200,7 +200,7 @@ def _replace(graph: Graph, chosen: list[Node], last: Node) -> None:
             last = graph.placeholder(f"folded{k}")
         last.meta = {k: v for k, v in node.meta.items() if k != FROZEN}
         if _is_pack(node):
-            last.meta[PACKED] = True
+            last.meta[PACKED] = node.args[1]
         node.replace_all_uses_with(last)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and is_pure(node):

@@ -55,10 +55,12 @@ class Plan:
     cost: float = 0.0
     gain: float = 0.0
     products: frozenset[Node] = frozenset()
-    """convolutions that become matrix products, whose rows are channels-last positions, and those of `packed`
-    weights"""
+    """convolutions that become matrix products, whose rows are channels-last positions, those of `packed`
+    weights, and those of which `extra` says more"""
     packed: frozenset[Node] = frozenset()
     constants: frozenset[Node] = frozenset()
+    extra: dict[Node, float] = dataclasses.field(default_factory=dict)
+    """what the vendor says that a convolution spares besides (`Vendor.channels_last_gain`)"""
 
 
 def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
@@ -85,6 +87,8 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
         plan = Plan({}, constants=constants_of(gm))
         plan.packed = frozenset(n for n in gm.graph.nodes if packed_form(vendor, n, plan.constants))
         plan.products = plan.packed.union(n for n in gm.graph.nodes if _is_product(n, vendor))
+        plan.extra = _extra_gains(gm, vendor)
+        plan.products = plan.products.union(n for n, extra in plan.extra.items() if extra > 0)
         if not _may_pay(gm, plan, costs) or not _plan(gm, plan, costs):
             return gm
     if plan.gain > plan.cost:
@@ -107,6 +111,13 @@ def _is_product(node: Node, vendor: Any) -> bool:
     return any(pays(vendor, part, conv) for part in (("input", "weight") if backward else ("result",)))  # type: ignore[arg-type]
 
 
+def _extra_gains(gm: GraphModule, vendor: Any) -> dict[Node, float]:
+    ask = getattr(vendor, "channels_last_gain", None)
+    if ask is None:
+        return {}
+    return {n: ask(n) for n in gm.graph.nodes if _conv_inputs(n)}
+
+
 def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
     """A bound without propagation: convolutions whose results leave the graph pay for those at least."""
     free = gm.meta.get(FREE_OUTPUTS, ())
@@ -114,7 +125,8 @@ def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
     for node in gm.graph.nodes:
         inputs = _conv_inputs(node)
         if inputs and (node in plan.products or _wants_channels_last(node, costs)):
-            bound += _gain(node, node in plan.products or plan.constants != frozenset(), costs)
+            as_free = node in plan.products or plan.constants != frozenset()
+            bound += _gain(node, as_free, costs, plan.extra.get(node, 0.0))
     results = next(iter(reversed(gm.graph.nodes))).args[0]
     for i, node in enumerate(results if isinstance(results, (list, tuple)) else [results]):
         if (
@@ -187,7 +199,7 @@ def _plan_inputs(
             yield source, value
     if activations:
         free = node in plan.products or weight in plan.constants
-        plan.gain += _gain(node, free, costs)
+        plan.gain += _gain(node, free, costs, plan.extra.get(node, 0.0))
 
 
 def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
@@ -207,15 +219,15 @@ def _is_made_for(source: Node, user: Node) -> bool:
     return source.op == "call_function" and len(source.users) == 1 and user in source.users
 
 
-def _gain(node: Node, free: bool, costs: LayoutCosts) -> float:
+def _gain(node: Node, free: bool, costs: LayoutCosts, extra: float) -> float:
     """What one convolution spares; nothing where the user's own strides are channels-last. free: its weight
-    costs nothing more that way."""
+    costs nothing more that way; extra: what the vendor says that it spares besides."""
     x, weight = node.args[_conv_inputs(node)[0]], node.args[_weight_index(node)]
     if _is_channels_last(value_of(x)):
         return 0.0
     result = value_of(node)
     results = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if r is not None]
-    gain = costs.activation_gain * (_bytes(value_of(x)) + _bytes(results[0]))
+    gain = extra + costs.activation_gain * (_bytes(value_of(x)) + _bytes(results[0]))
     window = value_of(weight).shape[2:]
     if free or all(size == 1 for size in window) or _is_made_for(weight, node):  # type: ignore[arg-type]
         return gain

@@ -176,4 +176,4 @@ def test_which_convolution() -> None:
     register()
     g = graph_of(lambda x, w: F.conv2d(last(x), w, stride=2, padding=1), (2, 3, 5, 4), (6, 3, 3, 2))
     (node,) = [n for n in g.graph.nodes if n.target is aten.convolution.default]
-    assert convolution_of(node) == Convolution(18, (3, 6), (3, 2), (2, 2), (1, 1), torch.float32)
+    assert convolution_of(node) == Convolution(18, (3, 3), (3, 6), (3, 2), (2, 2), (1, 1), torch.float32)

@@ -63,8 +63,21 @@ class CpuGraph:
 
         return matmul_pays(part, conv)
 
+    def splits_gradients(self, node: fx.Node) -> bool:
+        """Whether a convolution's gradients are better calls of their own (dicp.passes.split_backward)."""
+        from dicp.vendor.cpu_graph.claims.convolution import splits_gradients
+
+        return splits_gradients(node)
+
+    def channels_last_gain(self, node: fx.Node) -> float:
+        """Bytes, as the layout pass counts them, that a convolution spares by an algorithm which only
+        channels-last has (dicp.passes.layout)."""
+        from dicp.vendor.cpu_graph.claims import winograd
+
+        return winograd.gain(node)
+
     def packs(self, node: fx.Node) -> str | None:
-        """The form in which oneDNN computes with a constant weight."""
+        """The form in which a constant weight is computed with."""
         from dicp.vendor.cpu_graph.packing import packs
 
         return packs(node)

@@ -1,5 +1,5 @@
 """oneDNN's micro-kernels for matrix products, which libtorch exports as `at::native::cpublas::brgemm`: what
-generated tiles (include/dicp_attention.h) are built around."""
+generated tiles (include/dicp_attention.h, include/dicp_winograd.h) are built around."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ AVX512_LANES = 16
 def serves(dtype: torch.dtype | None, config: Any) -> bool:
     """Whether products of this dtype (sums in float32) have micro-kernels here: on this CPU, in this
     libtorch, for code of this config's instruction set."""
-    return dtype in _available() and toolchain.lanes(config) == AVX512_LANES
+    return available(dtype) and toolchain.lanes(config) == AVX512_LANES
+
+
+def available(dtype: torch.dtype | None) -> bool:
+    """Whether this CPU and this libtorch have them, whatever code is generated for."""
+    return dtype in _available()
 
 
 @functools.cache
@@ -39,4 +44,4 @@ def _available() -> frozenset[torch.dtype]:
     )
 
 
-__all__ = ["serves"]
+__all__ = ["available", "serves"]

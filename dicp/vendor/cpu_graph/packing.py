@@ -1,4 +1,5 @@
-"""Weights in oneDNN's own formats, reordered once: opaque tensors, which library calls take by handle.
+"""Weights in the forms that calls compute with, made once: oneDNN's own formats, opaque tensors which its
+calls take by handle, and weights transformed for Winograd's algorithm.
 
 A form is the text of a tuple, as `packs` gives it and programs keep it.
 """
@@ -14,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
+from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn, reads_weights
 
 FEW_ROWS = 16
@@ -35,6 +37,20 @@ class Packed:
         return self._handle
 
 
+class Transformed(Packed):
+    """Transformed weights, and the weight itself for the library's convolution: two words, the address of the
+    one and a handle on the other."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        self.made = winograd.transformed(weight)
+        self.words = torch.tensor([self.made.data_ptr(), self._handle], dtype=torch.int64)
+
+    def data_ptr(self) -> int:
+        """The address of the words."""
+        return self.words.data_ptr()
+
+
 def packs(node: fx.Node) -> str | None:
     """The form for the constant weight of a dicp::linear or dicp::conv; None where it would not pay."""
     x, w = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
@@ -46,6 +62,9 @@ def packs(node: fx.Node) -> str | None:
         return None if as_it_is or not prefers_onednn(w.dtype) else repr(("linear", rows))
     if w.dim() != 4:
         return None
+    window = winograd.window_of(node)
+    if window is not None and winograd.pays(window):
+        return winograd.FORM
     stride, padding, dilation, groups = node.args[4:8]
     sizes = [size_hint(n) for n in x.shape]
     return repr(("conv", _pair(padding), _pair(stride), _pair(dilation), groups, sizes))
@@ -60,7 +79,9 @@ def pack(weight: torch.Tensor, form: str) -> Packed:
     kind, *how = ast.literal_eval(form)
     if kind == "linear":
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), *how))
+    if form == winograd.FORM:
+        return Transformed(weight.detach().contiguous())
     return Packed(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how))
 
 
-__all__ = ["Packed", "pack", "packs"]
+__all__ = ["Packed", "Transformed", "pack", "packs"]

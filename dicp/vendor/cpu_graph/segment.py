@@ -112,10 +112,17 @@ class SegmentWriter:
     def tensor(self, v: View) -> str:
         """A handle for a window on memory, or of a packed weight."""
         if v.buffer.kind == "packed":
-            if v.buffer.name not in self.arguments:
-                self.arguments.append(v.buffer.name)
-            return f"(Handle)a[{self.arguments.index(v.buffer.name)}]"
+            return f"(Handle){self._argument(v.buffer.name)}"
         return f"{self.tensor_object(v)}.h"
+
+    def packed(self, v: View) -> str:
+        """What the vendor's `pack` made of a weight, as an array of words."""
+        return f"((const int64_t*){self._argument(v.buffer.name)})"
+
+    def _argument(self, name: str) -> str:
+        if name not in self.arguments:
+            self.arguments.append(name)
+        return f"a[{self.arguments.index(name)}]"
 
     def tensor_object(self, v: View) -> str:
         """A `dicp::Tensor` for a window on memory."""
@@ -246,9 +253,7 @@ class SegmentWriter:
         elif root in self.handles:
             source = f"{self.handles[root]}.data<char>()"
         else:
-            if root not in self.arguments:
-                self.arguments.append(root)
-            source = f"a[{self.arguments.index(root)}]"
+            source = self._argument(root)
         self.hoist(f"{kind}* const {mine} = ({kind}*)({source});", root in self.handles)
         return mine
 

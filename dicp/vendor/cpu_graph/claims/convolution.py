@@ -1,4 +1,4 @@
-"""Convolution and its gradients by oneDNN."""
+"""Convolution and its gradients, by oneDNN and by Winograd's algorithm."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.fx as fx
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
+from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.common import (
     FLOATS,
     SHIM,
@@ -34,7 +35,7 @@ gathering 1.3 ms (2 Zen 4 cores)."""
 def matmul_pays(part: str, conv: Any) -> bool:
     """Products with a 1x1 window run at the library's peak either way; as GEMM they write where the program
     wants them, where a convolution allocates its results and reorders its weights at each call."""
-    if conv.dtype != torch.float32:
+    if conv.dtype != torch.float32 or winograd.pays_for(conv):
         return False
     return conv.pointwise or (part != "input" and conv.positions < FEW_POSITIONS)
 
@@ -192,7 +193,26 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
         return wanted
 
     claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare)
-    return _in_both_layouts(claim, node, config, (0, 1, 3))
+    found = _in_both_layouts(claim, node, config, (0, 1, 3))
+    form = node.args[1].meta.get(PACKED)  # type: ignore[union-attr]
+    if form is not None:
+        return [winograd.forward()] if form == winograd.FORM else found
+    return _with_winograd(winograd.forward(), found, node, config)
+
+
+def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+    """The claims that can serve a node, the likely fastest first."""
+    window = winograd.window_of(node)
+    if config.numerics == "eager" or window is None:
+        return library
+    ahead = _order(node.args[0]) == CHANNELS_LAST and winograd.pays(window)
+    return [own, *library] if ahead else [*library, own]
+
+
+def splits_gradients(node: fx.Node) -> bool:
+    """Whether the gradients of a convolution are better calls of their own."""
+    window = winograd.window_of(node)
+    return window is not None and _order(node.args[0]) == CHANNELS_LAST and winograd.pays(window)
 
 
 def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
@@ -220,4 +240,10 @@ def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
         w.call(c, SHIM + "convolution_backward", [*handles, *bias, *tail])
 
     claim = Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
-    return _in_both_layouts(claim, node, config, (0, 1, 2))
+    found = _in_both_layouts(claim, node, config, (0, 1, 2))
+    asked = [bool(m) for m in node.args[10]]  # type: ignore[union-attr]
+    if asked == [True, False, False]:
+        return _with_winograd(winograd.input_gradient(), found, node, config)
+    if asked == [False, True, False]:
+        return _with_winograd(winograd.weight_gradient(), found, node, config)
+    return found

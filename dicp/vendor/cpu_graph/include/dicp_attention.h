@@ -2,20 +2,7 @@
 // other. Each row keeps its maximum and sum so far, so that no more than one tile of scores exists at a time
 // (flash attention, Dao et al. 2022). The products are oneDNN's micro-kernels, which libtorch exports.
 #pragma once
-#include "dicp_kernel.h"
-
-#define DICP_LIBTORCH __attribute__((visibility("default")))
-namespace c10 { struct BFloat16; }
-namespace at::native::cpublas {
-// C[m,n] (+)= A[m,k] B[k,n]; B of 16-bit types holds pairs of rows side by side ("vnni"): [k/2][n][2]
-DICP_LIBTORCH void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
-                          const float* a, const float* b, float* c, bool vnni);
-DICP_LIBTORCH void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
-                          const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool vnni);
-DICP_LIBTORCH void brgemm_release(bool vnni);
-}  // namespace at::native::cpublas
-extern "C" void* aligned_alloc(unsigned long alignment, unsigned long size);
-extern "C" void free(void*);
+#include "dicp_brgemm.h"
 
 namespace dicp {
 
@@ -31,15 +18,6 @@ struct Attention {
 // 128 x 512 282, 256 x 512 291, 64 x 512 269.
 constexpr int64_t QUERY_BLOCK = 128, KEY_BLOCK = 512;
 constexpr float NEVER = -__builtin_inff();
-
-DICP_INLINE void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb,
-                         float* c, int64_t ldc, bool add) {
-  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c, false);
-}
-DICP_INLINE void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t lda, const bf16* b, int64_t ldb,
-                         float* c, int64_t ldc, bool add) {
-  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, (const c10::BFloat16*)a, (const c10::BFloat16*)b, c, true);
-}
 
 // [rows][words] -> [words][to_stride], words of 32 bits: a float, or the pair of 16-bit values that vnni wants
 inline void transpose_words(const float* from, int64_t from_stride, int64_t rows, int64_t words, float* to,
@@ -118,12 +96,6 @@ template <class T, class M> struct AttentionTile {
       float* const o = result + r * a.depth_v;
       each_part(a.depth_v, [&](int64_t c, auto lanes) { store(o + c, load(o + c, lanes) * keep, lanes); });
     }
-  }
-
-  template <class F> static DICP_INLINE void each_part(int64_t n, F f) {
-    int64_t c = 0;
-    for (; c + LANES <= n; c += LANES) f(c, Full());
-    if (c < n) f(c, Lanes{(int)(n - c)});
   }
 
   // query rows [first, first + count), count <= QUERY_BLOCK; the pointers are those of the batch and head

@@ -133,6 +133,26 @@ inline Tensor view(const void* data, int64_t ndim, const int64_t* sizes, const i
   return t;
 }
 
+// y = conv(x, w) + bias + other, of stride 1, into memory of the program; bias and other may be null.
+inline int32_t convolve_into(Handle y, Handle x, Handle w, Handle* bias, Handle other, const int64_t* padding) {
+  const int64_t ones[] = {1, 1}, none[] = {0, 0};
+  Tensor result, sum;
+  if (aoti_torch_cpu_convolution(x, w, bias, ones, 2, padding, 2, ones, 2, 0, none, 2, 1, &result.h)) return 1;
+  if (other && aoti_torch_cpu_add_Tensor(result.h, other, 1.0, &sum.h)) return 1;
+  return aoti_torch_copy_(y, other ? sum.h : result.h, 0);
+}
+
+// to = a gradient of conv(x, w), of stride 1, from that of its result: 0 of x, 1 of w
+inline int32_t gradient_into(Handle to, Handle grad, Handle x, Handle w, const int64_t* padding, int of) {
+  const int64_t ones[] = {1, 1}, none[] = {0, 0};
+  const int32_t mask[] = {of == 0, of == 1, 0};
+  Tensor results[3];
+  if (aoti_torch_cpu_convolution_backward(grad, x, w, nullptr, 0, ones, 2, padding, 2, ones, 2, 0, none, 2, 1, mask, 3,
+                                          &results[0].h, &results[1].h, &results[2].h))
+    return 1;
+  return aoti_torch_copy_(to, results[of].h, 0);
+}
+
 // -- Calls through the dispatcher: arguments and results are 64-bit words on a stack. The call takes over what the
 // words of its arguments own.
 

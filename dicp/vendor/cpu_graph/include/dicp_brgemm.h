@@ -1,0 +1,36 @@
+// oneDNN's micro-kernels for matrix products, which libtorch exports.
+#pragma once
+#include "dicp_kernel.h"
+
+#define DICP_LIBTORCH __attribute__((visibility("default")))
+namespace c10 { struct BFloat16; }
+namespace at::native::cpublas {
+// C[m,n] (+)= A[m,k] B[k,n]; B of 16-bit types holds pairs of rows side by side ("vnni"): [k/2][n][2]
+DICP_LIBTORCH void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+                          const float* a, const float* b, float* c, bool vnni);
+DICP_LIBTORCH void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+                          const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool vnni);
+DICP_LIBTORCH void brgemm_release(bool vnni);
+}  // namespace at::native::cpublas
+extern "C" void* aligned_alloc(unsigned long alignment, unsigned long size);
+extern "C" void free(void*);
+
+namespace dicp {
+
+DICP_INLINE void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb,
+                         float* c, int64_t ldc, bool add) {
+  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c, false);
+}
+DICP_INLINE void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t lda, const bf16* b, int64_t ldb,
+                         float* c, int64_t ldc, bool add) {
+  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, (const c10::BFloat16*)a, (const c10::BFloat16*)b, c, true);
+}
+
+// f(position, lanes) for each vector of n elements
+template <class F> DICP_INLINE void each_part(int64_t n, F f) {
+  int64_t c = 0;
+  for (; c + LANES <= n; c += LANES) f(c, Full());
+  if (c < n) f(c, Lanes{(int)(n - c)});
+}
+
+}  // namespace dicp

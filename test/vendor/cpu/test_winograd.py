@@ -1,0 +1,208 @@
+"""3x3 convolutions by Winograd's algorithm: against float64 under the rule of all tests (no further from it than twice eager),
+what is not finite, and which convolutions it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dicp.compiler import Compiled, observe
+from dicp.vendor.cpu_graph.claims import winograd
+from dicp.vendor.cpu_graph.microkernels import available
+
+pytestmark = pytest.mark.skipif(not available(torch.float32), reason="no micro-kernels here")
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sizes are small here: serve them all the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    monkeypatch.setattr(winograd, "pays", lambda window: True)
+    yield
+
+
+def close(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    unit = 4 * torch.finfo(got.dtype).eps * exact.abs().max().item()
+    mine, theirs = ((x.double() - exact).abs().max().item() for x in (got, eager))
+    assert mine <= 2 * theirs + unit, f"{mine:.2e} from float64, eager {theirs:.2e}"
+
+
+def compiled(fn: Any, *args: Any, freeze: bool = False, **how: Any) -> tuple[Any, list[str]]:
+    """The function, and the names of the calls in what its first call compiled."""
+    seen: list[Compiled] = []
+    run = torch.compile(fn, backend="dicp_cpu", options={"freeze": freeze}, **how)
+    with observe(seen.append):
+        run(*args)
+    return run, [c.claim.name for s in seen for c in s.program.library_calls]
+
+
+def conv_of(channels: int, results: int, padding: Any, bias: bool = True) -> torch.nn.Conv2d:
+    return torch.nn.Conv2d(channels, results, 3, padding=padding, bias=bias)
+
+
+CASES: dict[str, tuple[tuple[int, int, int, int], int, Any, str]] = {
+    # x: batch, channels, height, width; results; padding; what x holds
+    "even": ((2, 32, 12, 16), 64, 1, "normal"),
+    "odd sizes": ((3, 17, 9, 7), 70, 1, "normal"),
+    "no padding": ((1, 16, 11, 6), 16, 0, "normal"),
+    "wide padding": ((2, 20, 5, 4), 33, (0, 2), "normal"),
+    "one tile": ((1, 3, 2, 2), 5, 1, "normal"),
+    "one result": ((1, 8, 3, 3), 1, 0, "normal"),
+    "several blocks": ((1, 140, 24, 23), 200, 1, "normal"),
+    "behind ReLU": ((1, 128, 14, 14), 128, 1, "relu"),
+    "nearly equal": ((1, 512, 8, 8), 96, 1, "smooth"),
+}
+
+
+def image(shape: tuple[int, ...], kind: str = "normal") -> torch.Tensor:
+    x = torch.randn(shape)
+    if kind == "smooth":
+        x = torch.rand(shape[0], shape[1], 1, 1) + 1 + 0.01 * x
+    return (x.relu() if kind == "relu" else x).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@torch.no_grad()
+def test_values(freeze: bool) -> None:
+    convs, images, added = [], [], []
+    for shape, results, padding, kind in CASES.values():
+        convs.append(conv_of(shape[1], results, padding, bias=results != 64))
+        images.append(image(shape, kind))
+        if kind == "smooth":
+            convs[-1].weight.abs_()
+        added.append(torch.randn_like(convs[-1](images[-1])))
+
+    def fn(images: list[torch.Tensor], added: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [conv(x) + other for conv, x, other in zip(convs, images, added, strict=True)]
+
+    run, calls = compiled(fn, images, added, freeze=freeze)
+    assert calls == ["conv: Winograd"] * len(CASES)
+    results = zip(run(images, added), fn(images, added), strict=True)
+    for (got, eager), conv, x, other in zip(results, convs, images, added, strict=True):
+        exact = F.conv2d(x.double(), conv.weight.double(), None, padding=conv.padding)  # type: ignore[arg-type]
+        exact += other if conv.bias is None else other + conv.bias.double()[:, None, None]
+        close(got, eager, exact)
+        assert got.stride() == eager.stride()
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("where", ["x", "weight"])
+@torch.no_grad()
+def test_not_finite(where: str, freeze: bool) -> None:
+    """What is not finite, or overflows on the way, stays in its own window; all else is as ever."""
+    conv, x = conv_of(8, 8, 1), image((1, 8, 12, 12))
+    other = image((1, 8, 12, 12))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return conv(x) + other
+
+    run, calls = compiled(fn, x, freeze=freeze)
+    assert calls == ["conv: Winograd"]
+    for value in (INF, -INF, float("nan"), torch.finfo(torch.float32).max):
+        bad, kept = x.clone(), conv.weight.clone()
+        (bad[0, 2] if where == "x" else conv.weight[3, 2])[1, 1] = value
+        got, eager = run(bad), fn(bad)
+        torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert not eager.isfinite().all() or value < INF
+        conv.weight.copy_(kept)
+    torch.testing.assert_close(run(x), fn(x), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_images_that_lie_elsewhere() -> None:
+    """Channels of a larger image, and weights in another order."""
+    x = torch.randn(2, 40, 10, 9).contiguous(memory_format=torch.channels_last)
+    wide = torch.randn(24, 3, 3, 48)
+    weights = [wide[..., 8:40].permute(0, 3, 1, 2), torch.randn(32, 24, 3, 3).transpose(0, 1)]
+
+    def fn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x[:, 4:36], weight, padding=1)
+
+    for weight in weights:
+        run, calls = compiled(fn, x, weight)
+        assert calls == ["conv: Winograd"]
+        exact = fn(x.double(), weight.double())
+        close(run(x, weight), fn(x.contiguous(), weight.contiguous()), exact)
+
+
+@torch.no_grad()
+def test_sizes_that_vary() -> None:
+    conv = conv_of(16, 24, 1)
+    run, calls = compiled(conv, image((2, 16, 12, 10)), dynamic=True)
+    assert calls == ["conv: Winograd"]
+    for shape in ((3, 16, 9, 17), (5, 16, 6, 31)):
+        x = image(shape)
+        close(run(x), conv(x), conv.double()(x.double()))
+        conv.float()
+
+
+@pytest.mark.parametrize("how", [dict(stride=2), dict(dilation=2), dict(groups=2), dict(padding=3)])
+@torch.no_grad()
+def test_others_are_the_librarys(how: dict[str, int]) -> None:
+    conv, x = torch.nn.Conv2d(16, 16, 3, **how), image((1, 16, 12, 12))  # type: ignore[arg-type]
+    assert "conv: Winograd" not in compiled(conv, x)[1]
+
+
+@torch.no_grad()
+def test_numerics_eager_calls_what_eager_calls() -> None:
+    run = torch.compile(conv_of(16, 16, 1), backend="dicp_cpu", options={"numerics": "eager"})
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        run(image((1, 16, 12, 12)))
+    assert [c.claim.name for c in seen[0].program.library_calls] == ["convolution: oneDNN"]
+
+
+@torch.no_grad()
+def test_constant_weights_are_transformed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    conv, x, made = conv_of(16, 16, 1), image((1, 16, 12, 12)), []
+    plain = winograd.transformed
+    monkeypatch.setattr(winograd, "transformed", lambda w: made.append(w) or plain(w))
+    run, _ = compiled(conv, x, freeze=True)
+    run(x)
+    assert len(made) == 1
+    conv.weight.mul_(2)
+    torch.testing.assert_close(run(x), conv(x), rtol=1e-5, atol=1e-5)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["even", "odd sizes", "wide padding", "several blocks"])
+def test_gradients(name: str) -> None:
+    shape, results, padding, kind = CASES[name]
+    conv, x = conv_of(shape[1], results, padding), image(shape, kind).requires_grad_()
+    grad = image(tuple(conv(x).shape))
+
+    def step(conv: torch.nn.Module, run: Any, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(x), [x, *conv.parameters()], grad))
+
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        got = step(conv, torch.compile(conv, backend="dicp_cpu"), x, grad)
+    calls = [c.claim.name for s in seen for c in s.program.library_calls]
+    assert "convolution_backward: Winograd" in calls
+    eager = step(conv, conv, x, grad)
+    rows = step(
+        conv, conv, x.contiguous(), grad.contiguous()
+    )  # other kernels, as near to the truth as eager is
+    conv.double()
+    for mine, theirs, other, exact in zip(
+        got, eager, rows, step(conv, conv, x.double(), grad.double()), strict=True
+    ):
+        worst = max(theirs, other, key=lambda e: (e.double() - exact).abs().max().item())
+        close(mine, worst, exact)
+        assert mine.shape == theirs.shape and (mine.dim() == 1 or mine.stride()[1:] == theirs.stride()[1:])
+
+
+def test_gradients_that_are_not_finite() -> None:
+    conv, x = conv_of(8, 8, 1), image((1, 8, 12, 12)).requires_grad_()
+    run = torch.compile(conv, backend="dicp_cpu")
+    for value in (INF, float("nan"), torch.finfo(torch.float32).max):
+        grad = image((1, 8, 12, 12))
+        grad[0, 3, 4, 4] = value
+        got, eager = (torch.autograd.grad(fn(x), x, grad)[0] for fn in (run, conv))
+        torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-5, equal_nan=True)
