@@ -10,22 +10,13 @@ program allocates and frees them, as it does a library's results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from dicp.schedule.lifetime import Lifetime
 
 SMALLEST = 1 << 16  # bytes: for less, allocating costs more than the arena's room
 WORTH = 64  # part of the peak that has to be saved for any to leave
 CLOSE = 256  # part of the peak above the lowest that is as good, if fewer leave
 LEVELS = [2 ** (-k / 2) for k in range(1, 11)]  # parts of the full arena that are tried
-
-
-@dataclass(frozen=True)
-class Lifetime:
-    """Bytes that are taken from item `start` to item `end`, both included."""
-
-    name: str
-    nbytes: int
-    start: int
-    end: int
 
 
 def leaving(temporaries: Sequence[Lifetime], others: Iterable[Lifetime], items: int, arena: int) -> set[str]:
@@ -54,9 +45,9 @@ def _within(temporaries: Sequence[Lifetime], room: int, items: int) -> tuple[int
     stay first, so that few go."""
     alive = [0] * (items + 1)
     gone = []
-    for life in sorted(temporaries, key=lambda x: (x.nbytes, x.start)):
+    for life in sorted(temporaries, key=lambda x: (x.size, x.start)):
         fullest = max(alive[life.start : life.end + 1])
-        if life.nbytes >= SMALLEST and fullest + life.nbytes > room:
+        if life.size >= SMALLEST and fullest + life.size > room:
             gone.append(life)
         else:
             _add(alive, life)
@@ -65,4 +56,4 @@ def _within(temporaries: Sequence[Lifetime], room: int, items: int) -> tuple[int
 
 def _add(alive: list[int], life: Lifetime) -> None:
     for k in range(life.start, min(life.end, len(alive) - 1) + 1):
-        alive[k] += life.nbytes
+        alive[k] += life.size

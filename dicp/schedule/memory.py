@@ -18,8 +18,9 @@ from typing import Any
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.schedule.defs import Buffer, Call, Lowered, Scatter, View, views
-from dicp.schedule.heap import Lifetime, leaving
+from dicp.schedule.heap import leaving
 from dicp.schedule.kernels import Item, Launch
+from dicp.schedule.lifetime import Lifetime, most_alive
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 
@@ -44,14 +45,6 @@ class Plan:
 
 
 @dataclass(eq=False)
-class _Life:
-    name: str
-    nbytes: Index
-    start: int
-    end: int
-
-
-@dataclass(eq=False)
 class _Work:
     """What the steps of planning share. start, end: the items of each root's first and last use."""
 
@@ -68,7 +61,7 @@ class _Placed:
 
     offset: int
     end: int
-    life: _Life
+    life: Lifetime
 
 
 def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset()) -> Plan:
@@ -84,7 +77,7 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
     work = _Work(items, lowered, plan, start, end)
     _reuse_in_place(work)
     lives = [
-        _Life(n, _aligned(lowered.buffers[n].nbytes), start[n], end[n])
+        Lifetime(n, _aligned(lowered.buffers[n].nbytes), start[n], end[n])
         for n in start
         if plan.find(n) == n and lowered.buffers[n].kind == "temp"
     ]
@@ -160,29 +153,28 @@ def _aligned(n: Index) -> Index:
     return ix.floordiv(n + (ALIGN - 1), ALIGN) * ALIGN
 
 
-def _greedy_by_size(lives: list[_Life], plan: Plan) -> list[_Placed]:
+def _greedy_by_size(lives: list[Lifetime], plan: Plan) -> list[_Placed]:
     placed: list[_Placed] = []
-    for life in sorted(lives, key=lambda x: (-x.nbytes, x.start)):  # type: ignore[operator]
+    for life in sorted(lives, key=lambda x: (-x.size, x.start)):
         _place(life, _lowest_gap(life, placed), placed, plan)
     plan.size = max((p.end for p in placed), default=0)
-    plan.lower_bound = _most_alive(placed)
+    plan.lower_bound = most_alive(p.life for p in placed)
     return placed
 
 
-def _lowest_gap(life: _Life, placed: list[_Placed]) -> int:
-    at = 0
+def _lowest_gap(life: Lifetime, placed: list[_Placed]) -> int:
+    at, size = 0, life.size
     for other in sorted(placed, key=lambda p: p.offset):
         if other.life.end < life.start or life.end < other.life.start:
             continue
-        if at + life.nbytes <= other.offset:  # type: ignore[operator]
+        if at + size <= other.offset:
             break
         at = max(at, other.end)
     return at
 
 
-def _place(life: _Life, at: int, placed: list[_Placed], plan: Plan) -> None:
-    assert isinstance(life.nbytes, int)
-    placed.append(_Placed(at, at + life.nbytes, life))
+def _place(life: Lifetime, at: int, placed: list[_Placed], plan: Plan) -> None:
+    placed.append(_Placed(at, at + life.size, life))
     plan.offset[life.name] = at
 
 
@@ -197,7 +189,7 @@ def _leave_libraries(work: _Work, placed: list[_Placed]) -> None:
         if lowered.buffers[host].kind != "library" or any(lowered.buffers[n].kind != "temp" for n in names):
             continue
         first = min(names, key=lambda n: start[n])
-        life = _Life(first, _aligned(lowered.buffers[first].nbytes), start[first], end[host])
+        life = Lifetime(first, _aligned(lowered.buffers[first].nbytes), start[first], end[host])
         if not isinstance(life.nbytes, int):
             continue
         at = _lowest_gap(life, placed)
@@ -207,7 +199,7 @@ def _leave_libraries(work: _Work, placed: list[_Placed]) -> None:
         for name in names:
             plan.root[name] = first
         end[first], end[host] = end[host], start[first]
-    plan.lower_bound = _most_alive(placed)
+    plan.lower_bound = most_alive(p.life for p in placed)
 
 
 def _leave_arena(work: _Work, placed: list[_Placed], owned: Set[str]) -> None:
@@ -215,11 +207,7 @@ def _leave_arena(work: _Work, placed: list[_Placed], owned: Set[str]) -> None:
     plan = work.plan
     assert isinstance(plan.size, int)
     movable = _movable(work)
-    own = [
-        Lifetime(p.life.name, p.end - p.offset, p.life.start, p.life.end)
-        for p in placed
-        if p.life.name in movable
-    ]
+    own = [p.life for p in placed if p.life.name in movable]
     gone = leaving(own, _outside(work, owned), len(work.items), plan.size)
     if not gone:
         return
@@ -263,20 +251,7 @@ def _outside(work: _Work, owned: Set[str]) -> list[Lifetime]:
     return out
 
 
-def _most_alive(placed: list[_Placed]) -> int:
-    """The most bytes that are alive at once."""
-    events: dict[int, int] = {}
-    for p in placed:
-        events[p.life.start] = events.get(p.life.start, 0) + p.end - p.offset
-        events[p.life.end + 1] = events.get(p.life.end + 1, 0) - (p.end - p.offset)
-    alive = peak = 0
-    for k in sorted(events):
-        alive += events[k]
-        peak = max(peak, alive)
-    return peak
-
-
-def _by_equal_size(lives: list[_Life], plan: Plan) -> None:
+def _by_equal_size(lives: list[Lifetime], plan: Plan) -> None:
     free: dict[Index, list[Index]] = {}
     busy: list[tuple[int, Index, Index]] = []
     for life in sorted(lives, key=lambda x: x.start):

@@ -12,7 +12,8 @@ from lowered import compiled
 
 import dicp.compiler
 from dicp.runtime.program import Segment
-from dicp.schedule.heap import SMALLEST, Lifetime, leaving
+from dicp.schedule.heap import SMALLEST, leaving
+from dicp.schedule.lifetime import Lifetime
 
 MB = 1 << 20
 

@@ -14,7 +14,8 @@ from lowered import Kernels, compiled
 from dicp.ir import index as ix
 from dicp.runtime.program import Program
 from dicp.schedule import memory
-from dicp.schedule.memory import ALIGN, Plan, _Life, touched
+from dicp.schedule.lifetime import Lifetime
+from dicp.schedule.memory import ALIGN, Plan, touched
 from dicp.vendor.base import Claim
 
 LIBRARY = Kernels({"mm": Claim("mm", lambda writer, call: [], out=True)})
@@ -24,13 +25,13 @@ lifetimes = st.lists(
 )
 
 
-def lives_of(drawn: list[tuple[int, int, int]], size: Any = lambda n: n) -> list[_Life]:
+def lives_of(drawn: list[tuple[int, int, int]], size: Any = lambda n: n) -> list[Lifetime]:
     return [
-        _Life(f"b{k}", size(n * ALIGN), start, start + length) for k, (n, start, length) in enumerate(drawn)
+        Lifetime(f"b{k}", size(n * ALIGN), start, start + length) for k, (n, start, length) in enumerate(drawn)
     ]
 
 
-def overlap(a: _Life, b: _Life) -> bool:
+def overlap(a: Lifetime, b: Lifetime) -> bool:
     return a.start <= b.end and b.start <= a.end
 
 
