@@ -22,7 +22,8 @@ from dicp.errors import UnsupportedOp
 from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of
 from dicp.runtime.artifact import Artifact
-from dicp.runtime.program import Program, _expect
+from dicp.runtime.program import Program
+from dicp.runtime.runner import expect
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size, writes_input
@@ -71,7 +72,7 @@ class _Writer:
         self.results: list[Any] = list(next(iter(reversed(gm.graph.nodes))).args[0])
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.names = {n: f"arg{k}" for k, n in enumerate(self.inputs)}
-        self.globals: dict[str, Any] = {"expect": _expect, "in_order": _in_order}
+        self.globals: dict[str, Any] = {"expect": expect, "in_order": _in_order}
         for node in gm.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self._global("constant", getattr(gm, str(node.target)))
@@ -169,4 +170,4 @@ class _Writer:
 def _in_order(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """t with its dims lying in memory in that order, outermost first."""
     shape = tuple(t.shape)
-    return _expect(t, shape, dense_strides(shape, order))  # type: ignore[arg-type]
+    return expect(t, shape, dense_strides(shape, order))  # type: ignore[arg-type]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dicp.runtime.failure import check_failure
-from dicp.runtime.program import NativeSegment, Program, Runner, Segment
+from dicp.runtime.program import Program, Segment
+from dicp.runtime.runner import NativeSegment, Runner
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher

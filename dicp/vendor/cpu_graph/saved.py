@@ -16,7 +16,7 @@ from dicp.vendor.cpu_graph import toolchain
 from dicp.vendor.cpu_graph.build import LIBRARY, bind, launcher_folder
 
 if TYPE_CHECKING:  # a process that only loads has no use for what writes code
-    from dicp.runtime.program import Runner
+    from dicp.runtime.runner import Runner
     from dicp.vendor.cpu_graph.build import Library
     from dicp.vendor.cpu_graph.segment import SegmentWriter
 

@@ -26,7 +26,8 @@ from dicp import compat
 from dicp.errors import NoCompileError, check_error
 from dicp.ir import index as ix
 from dicp.ir.index import Index
-from dicp.runtime.program import Program, Runner, Segment
+from dicp.runtime.program import Program, Segment
+from dicp.runtime.runner import Runner
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import codegen

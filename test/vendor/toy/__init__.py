@@ -17,7 +17,8 @@ from dicp.ir.expr import BINARY, UNARY, Expr, walk
 from dicp.ir.index import Index
 from dicp.ir.interpret_kernel import reduced, scanned, write
 from dicp.ir.kernel import Kernel, Reduce, Store, canonical
-from dicp.runtime.program import Program, Runner, Segment
+from dicp.runtime.program import Program, Segment
+from dicp.runtime.runner import Runner
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.schedule.kernels import Launch
 from dicp.vendor.base import Claim, Machine
