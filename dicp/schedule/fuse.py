@@ -4,10 +4,8 @@ A group has one iteration space: axes, some of them reduced. Each member's loop 
     the full space    (elementwise before, between and after the reductions; the reductions themselves), or
     the outer axes    (elementwise on reduction results).
 A definition joins the group that saves most memory traffic: the values it would have read back, and the
-reads it shares.
-It may join when every value of the group that it reads is the one computed at the same point, and when no
-step outside
-the group lies between the two.
+reads it shares. It may join when every value of the group that it reads is the one computed at the same
+point, and when no step outside the group lies between the two.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ from dicp.schedule.defs import (
     operands,
     views,
 )
-
-Mapping = dict[ix.Atom, Index]
+from dicp.schedule.unify import Mapping, loop_atoms, unify, variable
 
 MAX_BUFFERS = 40  # arguments of one kernel
 MAX_MEMBERS = 64
@@ -161,7 +158,7 @@ class _Fusion:
             own = [*d.vars, *(d.rvars if isinstance(d, Reduction) else ())]  # type: ignore[attr-defined]
             mapping: Mapping = {v: ix.of(self._axis(v.size)) for v in own}
             group = Group(closed=isinstance(d, Scatter))
-            group.axes = [_atom(mapping[v]) for v in own]
+            group.axes = [variable(mapping[v]) for v in own]
             self.steps.append(group)
             self._add(group, d, mapping, reads)
         self.before.append(0)
@@ -212,7 +209,7 @@ class _Fusion:
         member = Member(d, mapping, reads)
         group.members.append(member)
         if isinstance(d, Reduction):
-            group.reduced |= {v for r in d.rvars for v in _loop_atoms(mapping[r])}
+            group.reduced |= {v for r in d.rvars for v in loop_atoms(mapping[r])}
         if isinstance(d, (Pointwise, Reduction)):
             for b in d.outputs:
                 if b is not None:
@@ -226,7 +223,7 @@ class _Fusion:
         if len(names) + len(group.produced) > MAX_BUFFERS:
             return None
         for pairs in self._anchors(group, reads):
-            mapping, refine = _unify(pairs, d)
+            mapping, refine = unify(pairs)
             if mapping is None:
                 continue
             axes = list(group.axes)
@@ -278,7 +275,7 @@ class _Fusion:
         """Give d's unmatched variables the unused axes of equal size, or fresh reduced axes."""
         rvars = d.rvars if isinstance(d, Reduction) else ()
         own = [*d.vars, *rvars]  # type: ignore[attr-defined]
-        used = {a for v in own if v in mapping for a in _loop_atoms(mapping[v])}
+        used = {a for v in own if v in mapping for a in loop_atoms(mapping[v])}
         free = [a for a in axes if a not in used]
         full = dict(mapping)
         for v in own:
@@ -290,15 +287,15 @@ class _Fusion:
                 full[v] = ix.of(pick)
             else:
                 return None
-        taken: list[ix.Atom] = [a for v in own for a in _loop_atoms(full[v])]
+        taken: list[ix.Atom] = [a for v in own for a in loop_atoms(full[v])]
         return full if len(taken) == len(set(taken)) else None
 
     def _compatible(self, group: Group, d: Def, mapping: Mapping, reads: list[tuple[str, Indices]]) -> bool:
-        over = {a for v in d.vars for a in _loop_atoms(mapping[v])}  # type: ignore[attr-defined]
+        over = {a for v in d.vars for a in loop_atoms(mapping[v])}  # type: ignore[attr-defined]
         space, reduced = set(group.axes), group.reduced
         rows = isinstance(d, Reduction)
         if isinstance(d, Reduction):
-            under = {a for v in d.rvars for a in _loop_atoms(mapping[v])}
+            under = {a for v in d.rvars for a in loop_atoms(mapping[v])}
             if over | under != space or (reduced and reduced != under):
                 return False
             if not reduced and not self._may_reduce(group, under):
@@ -320,7 +317,7 @@ class _Fusion:
                 name in group.produced
                 and over != space
                 and not isinstance(d, Reduction)
-                and any(a in reduced for i in group.produced[name] for a in _loop_atoms(i))
+                and any(a in reduced for i in group.produced[name] for a in loop_atoms(i))
             ):
                 return False
         if not self._writes_are_safe(group, d, member):
@@ -338,11 +335,11 @@ class _Fusion:
         """Existing elementwise members must tolerate that some axes become reduced: they stay
         at full level."""
         return all(
-            set(group.axes) == {a for v in m.mapping.values() for a in _loop_atoms(v)} for m in group.members
+            set(group.axes) == {a for v in m.mapping.values() for a in loop_atoms(v)} for m in group.members
         )
 
     def _full_level(self, group: Group, name: str, reduced: set[Var]) -> bool:
-        return any(a in reduced for i in group.produced[name] for a in _loop_atoms(i)) or not reduced
+        return any(a in reduced for i in group.produced[name] for a in loop_atoms(i)) or not reduced
 
     def _writes_are_safe(self, group: Group, d: Def, member: Member) -> bool:
         """A definition that overwrites memory the group reads must do so at the very point it is read."""
@@ -388,20 +385,6 @@ class _Fusion:
             done |= 1 << s
             out.append(self.steps[s])
         return out
-
-
-def _is_variable(i: Index) -> bool:
-    """Whether an index is a loop variable by itself; an atom may also be a quotient or a remainder."""
-    return isinstance(i, ix.Poly) and i.is_atom and isinstance(i.terms[0][0][0], Var)
-
-
-def _atom(i: Index) -> Var:
-    assert isinstance(i, ix.Poly) and i.is_atom
-    return i.terms[0][0][0]  # type: ignore[return-value]
-
-
-def _loop_atoms(i: Index) -> list[Var]:
-    return sorted((a for a in ix.atoms(i) if isinstance(a, Var) and a.size is not None), key=lambda a: a.name)
 
 
 def _memory_names(lowered: Lowered) -> dict[str, str]:
@@ -463,67 +446,6 @@ def _reads(d: Def) -> list[tuple[str, Indices]]:
 
 def _hint(n: Index) -> int:
     return n if isinstance(n, int) else int(ix.evaluate(n, lambda a: 256))
-
-
-def _linearization(i: Index) -> list[Var] | None:
-    """[v0, v1, ...] when i is the row-major position over those variables, outermost first."""
-    if not isinstance(i, ix.Poly):
-        return None
-    vs = _loop_atoms(i)
-    parts = [(v, ix.coefficient(i, v)) for v in vs]
-    if any(p is None for _, p in parts):
-        return None
-    remaining = {v: p[0] for v, p in parts if p is not None}
-    order: list[Var] = []
-    step: Index = 1
-    while remaining:
-        nxt = next((v for v, c in remaining.items() if c == step), None)
-        if nxt is None or nxt.size is None:
-            return None
-        order.append(nxt)
-        step = step * nxt.size
-        del remaining[nxt]
-    order.reverse()
-    whole = ix.linearize([ix.of(v) for v in order], [v.size for v in order])  # type: ignore[misc]
-    return order if whole == i else None
-
-
-def _unify(pairs: list[tuple[Index, Index]], d: Def) -> tuple[Mapping | None, dict[Var, list[Var]]]:
-    """Solve `index of d == index of the group` for d's variables; group axes that d sees finer are to be
-    refined."""
-    mapping: Mapping = {}
-    refine: dict[Var, list[Var]] = {}
-    later: list[tuple[Index, Index]] = []
-    for mine, theirs in pairs:
-        if _is_variable(mine):
-            v = _atom(mine)
-            if v in mapping:
-                later.append((mine, theirs))
-                continue
-            line = _linearization(theirs)
-            if line is None or ix.product(a.size for a in line if a.size is not None) != v.size:
-                return None, {}
-            mapping[v] = theirs
-        elif isinstance(mine, ix.Poly) and _is_variable(theirs):
-            parts = _linearization(mine)
-            g = _atom(theirs)
-            if (
-                parts is None
-                or g in refine
-                or any(p in mapping for p in parts)
-                or ix.product(p.size for p in parts if p.size is not None) != g.size
-            ):
-                later.append((mine, theirs))
-            else:
-                refine[g] = parts
-        else:
-            later.append((mine, theirs))
-    if refine:
-        return (mapping, refine) if not later else (None, {})
-    for mine, theirs in later:
-        if ix.substitute(mine, mapping) != theirs:
-            return None, {}
-    return mapping, {}
 
 
 def _refine_group(group: Group, into: dict[Var, Index], parts: dict[Var, list[Var]]) -> Group:
