@@ -14,10 +14,11 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
 from dicp.vendor.cpu_graph.saved import save
-from dicp.vendor.cpu_graph.segment import SegmentWriter
+from dicp.vendor.cpu_graph.segment import SegmentWriter, unit_source
 from dicp.vendor.cpu_graph.timing import report_at_exit
 
-KERNELS_PER_UNIT = 4  # a compiler's start costs about as much as compiling one kernel
+# A compiler's start costs as much as compiling three or four kernels: few units, but enough to share out.
+UNITS, LEAST, MOST = 4, 4, 16
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 
 
@@ -33,9 +34,10 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     n_checks = len(program.lowered.checks)
     templates = {name: text for _, writer in writers for name, text in writer.templates.items()}
     units = [Unit(name, text) for name, text in templates.items()] + units  # those that take longest first
-    for step, writer in writers:
-        name = f"{program.name}_segment{step.number}"
-        units.append(Unit(name, writer.source(n_checks), _lines(step), optimise=False))
+    if writers:
+        lines = tuple(dict.fromkeys(line for step, _ in writers for line in _lines(step)))
+        source = unit_source([writer for _, writer in writers], n_checks)
+        units.append(Unit(f"{program.name}_segments", source, lines, optimise=False))
     program.sources = {f"{u.name}.cpp": u.source for u in units}
     launcher = threading.Thread(target=get_launcher, args=(config,))  # once per machine: beside the kernels
     launcher.start()
@@ -43,9 +45,7 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
         library = build(units, config)
     finally:
         launcher.join()
-    natives = {}
-    for (step, writer), unit in zip(writers, units[len(units) - len(writers) :], strict=True):
-        natives[step.number] = _native(writer, library, program, unit, config)
+    natives = {step.number: _native(writer, library, program, units[-1], config) for step, writer in writers}
     runner = Runner(program, natives)
     call = runner.function()
     program.sources["call.py"] = runner.source
@@ -66,8 +66,9 @@ def kernel_units(program: Program, lanes: int) -> tuple[dict[str, str], list[Uni
         for d, launch in distinct.items()
     ]
     units = []
-    for k in range(0, len(texts), KERNELS_PER_UNIT):
-        chunk = texts[k : k + KERNELS_PER_UNIT]
+    size = min(MOST, max(LEAST, -(-len(texts) // UNITS)))
+    for k in range(0, len(texts), size):
+        chunk = texts[k : k + size]
         source = "\n\n".join(
             [PRELUDE, *(text.replace("\nvoid ", f"\n{EXPORT}void ", 1) for _, text, _ in chunk)]
         )

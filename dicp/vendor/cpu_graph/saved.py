@@ -37,20 +37,20 @@ def save(
 ) -> Artifact:
     """The artifact of a program whose function has been written. Raises NotSaveable.
 
-    writers: (segment number, its writer); their units are the last of the library.
+    writers: (segment number, its writer); their unit is the last of the library.
     """
-    first = len(library.units) - len(writers)
+    last = len(library.units) - 1
     home = {}  # kernel function -> unit
-    for k, (unit, _) in enumerate(library.units[:first]):
+    for k, (unit, _) in enumerate(library.units[:last]):
         home.update({name: k for _, w in writers for name in w.kernels if f" {name}(" in unit.source})
     natives = {
         f"native{number}": SavedSegment(
-            first + k,
+            last,
             writer.name,
             tuple((home[name], name) for name in writer.kernels),
             writer.argument_count,
         )
-        for k, (number, writer) in enumerate(writers)
+        for number, writer in writers
     }
     units = [SavedUnit.of(folder, (LIBRARY,)) for folder in library.folders]
     with contextlib.suppress(DicpError, ImportError, NotSaveable):  # without it calls go through ctypes

@@ -325,8 +325,8 @@ class SegmentWriter:
         return [f"for (int k = 0; k < {n_checks}; ++k)", "  if (checks[k]) return k + 1;"]
 
     def source(self, n_checks: int) -> str:
-        """The translation unit."""
-        out = ['#include "dicp_shim.h"', '#include "dicp_storage.h"', "using namespace dicp;", ""]
+        """The function and what it needs, in a namespace of its own."""
+        out = [f"namespace of_{self.name} {{", ""]
         for k, (name, parameters) in enumerate(self.kernels.items()):
             result = "int32_t" if name in self.templates else "void"
             out.append(f"static {result} (*{name})({parameters});  // kernel {k}")
@@ -369,6 +369,12 @@ class SegmentWriter:
             f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
             *("  " + line for line in body),
             "}",
-            "",
+            f"}}  // namespace of_{self.name}",
         ]
         return "\n".join(out)
+
+
+def unit_source(writers: Sequence[SegmentWriter], n_checks: int) -> str:
+    """The translation unit of a program's segments."""
+    head = ['#include "dicp_shim.h"', '#include "dicp_storage.h"', "using namespace dicp;", ""]
+    return "\n".join([*head, "\n\n".join(w.source(n_checks) for w in writers), ""])
