@@ -41,8 +41,15 @@ def templates() -> tuple[Call, Call]:
     """convolve(x, weight, transformed weight or None, y, flipped), gradient(x, grad, dw)"""
     library = build([Unit("winograd", winograd.UNIT), Unit("gradient", winograd.WINDOW_UNIT)], Config.make())
     pointer = ctypes.c_void_p
-    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 7, ctypes.c_bool, pointer)
-    by = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 5)
+    place = (pointer, ctypes.c_int64, ctypes.c_int64)
+    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 7, ctypes.c_bool, *place, pointer)
+    by = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 4, *place, pointer)
+    threads = torch.get_num_threads()
+    space = torch.empty(32 << 20, dtype=torch.uint8)
+
+    def room() -> tuple[int, int, int]:
+        return space.data_ptr(), space.numel(), threads
+
     forward, backward = of(library.address("winograd_conv")), by(library.address("winograd_gradient"))
     finite = ctypes.c_bool(True)
 
@@ -55,13 +62,13 @@ def templates() -> tuple[Call, Call]:
         turned = weight.transpose(0, 1) if flipped else weight
         sizes, u = numbers(x, y, turned.stride()), None if made is None else made.data_ptr()
         given = (x.data_ptr(), weight.data_ptr(), u, None, None, y.data_ptr(), ctypes.addressof(sizes))
-        code = forward(*given, flipped, ctypes.addressof(finite))
+        code = forward(*given, flipped, *room(), ctypes.addressof(finite))
         assert code == 0 and finite.value
 
     def gradient(x: Tensor, grad: Tensor, dw: Tensor) -> None:
         sizes = numbers(x, grad, dw.stride())
         given = (x.data_ptr(), grad.data_ptr(), dw.data_ptr(), ctypes.addressof(sizes))
-        assert backward(*given, ctypes.addressof(finite)) == 0 and finite.value
+        assert backward(*given, *room(), ctypes.addressof(finite)) == 0 and finite.value
 
     return convolve, gradient
 

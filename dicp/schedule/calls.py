@@ -171,6 +171,9 @@ def _add_call(
         layout = _call_strides(low, node, v) if layout is None else layout
         outs.append(low._buffer(low._sizes(v.shape), v.dtype, layout, kind))
     tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
+    if claim is not None and claim.workspace is not None:
+        nbytes = claim.workspace(low, node, args)
+        tensors += (low._buffer((nbytes,), torch.uint8, (1,)),)
     low.out.defs.append(Call(tensors, note_of(node), node, args, kwargs, claim, tuple(outs), host))
     results = tuple(
         b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b

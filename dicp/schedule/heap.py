@@ -19,17 +19,24 @@ CLOSE = 256  # part of the peak above the lowest that is as good, if fewer leave
 LEVELS = [2 ** (-k / 2) for k in range(1, 11)]  # parts of the full arena that are tried
 
 
-def leaving(temporaries: Sequence[Lifetime], others: Iterable[Lifetime], items: int, arena: int) -> set[str]:
+def leaving(
+    temporaries: Sequence[Lifetime],
+    others: Iterable[Lifetime],
+    items: int,
+    arena: int,
+    staying: Sequence[Lifetime] = (),
+) -> set[str]:
     """Names of the temporaries that are to leave an arena of `arena` bytes, for the lowest peak.
 
-    others: what else the program allocates (results of libraries and of the program, inputs it owns)."""
+    others: what else the program allocates (results of libraries and of the program, inputs it owns).
+    staying: what the arena holds whatever leaves it."""
     base = [0] * (items + 1)
     for life in others:
         _add(base, life)
     now = arena + max(base)
     found = []
     for level in LEVELS:
-        kept, gone = _within(temporaries, int(arena * level), items)
+        kept, gone = _within(temporaries, int(arena * level), items, staying)
         total = list(base)
         for life in gone:
             _add(total, life)
@@ -40,10 +47,15 @@ def leaving(temporaries: Sequence[Lifetime], others: Iterable[Lifetime], items: 
     return next({x.name for x in gone} for peak, gone in found if peak <= lowest + now // CLOSE)
 
 
-def _within(temporaries: Sequence[Lifetime], room: int, items: int) -> tuple[int, list[Lifetime]]:
+def _within(
+    temporaries: Sequence[Lifetime], room: int, items: int, staying: Sequence[Lifetime]
+) -> tuple[int, list[Lifetime]]:
     """(bytes alive at once of those that stay, those that go) when at most `room` bytes stay. Small ones
     stay first, so that few go."""
     alive = [0] * (items + 1)
+    for life in staying:
+        _add(alive, life)
+    room = max(room, *alive)
     gone = []
     for life in sorted(temporaries, key=lambda x: (x.size, x.start)):
         fullest = max(alive[life.start : life.end + 1])

@@ -206,14 +206,21 @@ def _leave_arena(work: _Work, placed: list[_Placed], owned: Set[str]) -> None:
     """Give temporaries memory of their own where that lowers the program's peak, and place the rest anew."""
     plan = work.plan
     assert isinstance(plan.size, int)
-    movable = _movable(work)
-    own = [p.life for p in placed if p.life.name in movable]
-    gone = leaving(own, _outside(work, owned), len(work.items), plan.size)
+    movable, workspaces = _movable(work), _workspaces(work)
+    own = [p.life for p in placed if p.life.name in movable - workspaces]
+    staying = [p.life for p in placed if p.life.name in workspaces]
+    gone = leaving(own, _outside(work, owned), len(work.items), plan.size, staying)
     if not gone:
         return
     plan.heap = {name: work.start[name] for name in sorted(gone)}
     plan.offset = {}
     _greedy_by_size([p.life for p in placed if p.life.name not in gone], plan)
+
+
+def _workspaces(work: _Work) -> set[str]:
+    """They stay: a call takes its time from fresh pages, and they are the same ones again in the arena."""
+    calls = [i for i in work.items if isinstance(i, Call) and i.claim is not None]
+    return {c.outputs[-1].name for c in calls if c.claim.workspace is not None}
 
 
 def _movable(work: _Work) -> set[str]:

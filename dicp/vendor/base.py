@@ -23,6 +23,8 @@ class Claim:
     strides(lowering, node, args) -> strides of each result, None for "as traced".
     prepare(lowering, node, args) -> arguments, when they must be other than the node's own (dense, ...).
     as_traced: operands lie in memory as they were traced, on which the call's results may depend.
+    workspace(lowering, node, args) -> bytes that a call with `out` needs while it runs, planned as temporary
+    values are: the last of its outputs.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Claim:
     strides: Callable[[Any, fx.Node, Sequence[Any]], Any] = lambda lowering, node, args: None
     prepare: Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]] | None = None
     as_traced: bool = False
+    workspace: Callable[[Any, fx.Node, Sequence[Any]], int] | None = None
 
 
 @dataclass(frozen=True)

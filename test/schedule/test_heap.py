@@ -33,6 +33,14 @@ def test_little_gain_moves_nothing() -> None:
     assert not leaving([Lifetime("a", MB, 0, 1)], [Lifetime("all", 100 * MB, 0, 6)], 6, arena=MB)
 
 
+def test_what_must_stay_leaves_room_for_others() -> None:
+    """The arena is as large as the workspace of a call anyhow, so what fits beside it at another time stays."""
+    early, space = [Lifetime("wide", 4 * MB, 0, 1)], [Lifetime("space", 4 * MB, 2, 2)]
+    late = [Lifetime("logits", 16 * MB, 5, 6)]
+    assert not leaving(early, late, 6, arena=4 * MB, staying=space)
+    assert leaving([*early, *space], late, 6, arena=4 * MB) == {"wide", "space"}
+
+
 lifetimes = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=15
 )

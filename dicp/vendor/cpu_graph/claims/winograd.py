@@ -33,25 +33,28 @@ BYTE_OPERATIONS = 7.0
 
 _PARAMETERS = (
     "const float* x, const float* w, const float* u, const float* bias, const float* other, float* y, "
-    "const int64_t* sizes, bool flipped, bool* finite"
+    "const int64_t* sizes, bool flipped, void* space, int64_t bytes, int64_t threads, bool* finite"
 )
 UNIT = f"""\
 #include "dicp_winograd.h"
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t winograd_conv({_PARAMETERS}) {{
-  return winograd(x, w, u, bias, other, y, sizes, flipped, finite);
+  return winograd(x, w, u, bias, other, y, sizes, flipped, {{space, bytes, threads}}, finite);
 }}
 """
 
 
-_WINDOW_PARAMETERS = "const float* x, const float* grad, float* w, const int64_t* sizes, bool* finite"
+_WINDOW_PARAMETERS = (
+    "const float* x, const float* grad, float* w, const int64_t* sizes, "
+    "void* space, int64_t bytes, int64_t threads, bool* finite"
+)
 WINDOW_UNIT = f"""\
 #include "dicp_winograd_grad.h"
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t winograd_gradient({_WINDOW_PARAMETERS}) {{
-  return winograd_window(x, grad, w, sizes, finite);
+  return winograd_window(x, grad, w, sizes, {{space, bytes, threads}}, finite);
 }}
 """
 
@@ -131,13 +134,32 @@ def gain(node: fx.Node) -> float:
 
 def forward() -> Claim:
     """y = conv(x, w) + bias + other"""
-    return Claim("conv: Winograd", _emit_forward, out=True, strides=_strides, prepare=_prepare(0, 3, bias=2))
+
+    def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
+        results, channels = args[1].shape[:2]
+        made = args[1].buffer.kind == "packed"
+        return convolution_bytes(channels, results, _tile_block(node), _threads(lowering), made)
+
+    prepare = _prepare(0, 3, bias=2)
+    return Claim(
+        "conv: Winograd", _emit_forward, out=True, strides=_strides, prepare=prepare, workspace=workspace
+    )
 
 
 def input_gradient() -> Claim:
     """The first result of convolution_backward, where only that is asked for."""
+
+    def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
+        results, channels = args[2].shape[:2]
+        return convolution_bytes(results, channels, _tile_block(node), _threads(lowering), False)
+
     return Claim(
-        "convolution_backward: Winograd", _emit_input, out=True, strides=_strides, prepare=_prepare(0)
+        "convolution_backward: Winograd",
+        _emit_input,
+        out=True,
+        strides=_strides,
+        prepare=_prepare(0),
+        workspace=workspace,
     )
 
 
@@ -147,9 +169,48 @@ def weight_gradient() -> Claim:
     def strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
         return [None, None, None]  # as traced
 
+    def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
+        results, channels = args[2].shape[:2]
+        return gradient_bytes(channels, results, _threads(lowering))
+
     return Claim(
-        "convolution_backward: Winograd", _emit_weight, out=True, strides=strides, prepare=_prepare(0, 1)
+        "convolution_backward: Winograd",
+        _emit_weight,
+        out=True,
+        strides=strides,
+        prepare=_prepare(0, 1),
+        workspace=workspace,
     )
+
+
+def _threads(lowering: Any) -> int:
+    return int(lowering.vendor.machine(lowering.config).threads)
+
+
+def _tile_block(node: fx.Node) -> int:
+    """The tiles of a block at the most."""
+    val = node.meta["val"]
+    batch, _, rows, columns = (val[0] if isinstance(val, (tuple, list)) else val).shape
+    known = all(isinstance(n, int) for n in (batch, rows, columns))
+    return min(BLOCK, batch * _tiles(rows, columns)) if known else BLOCK
+
+
+def convolution_bytes(channels: int, results: int, tiles: int, threads: int, made: bool) -> int:
+    """Of the header's workspace at the most: tiles and their products for each thread, a slice of weights."""
+    row = -(-channels // 16) * 16 + 16
+    tile = 16 * (tiles * row + 16 + tiles * BLOCK + 16) + row + 16
+    per_result = 16 * channels
+    most = max((4 << 20) // (4 * per_result) // BLOCK * BLOCK, 2 * BLOCK)
+    return 4 * (threads * tile + (0 if made else min(results, most) * per_result + 16)) + 64
+
+
+def gradient_bytes(channels: int, results: int, threads: int) -> int:
+    """The same of the window's gradient: both images and sums for each thread, sums of parts of the tiles."""
+    sums = 16 * (64 * 128 + 16)
+    own = 16 * (48 * 128 + 16) + 16 * (64 * 64 + 16) + sums + 16 * 256 + channels + results + 16
+    pairs = -(-channels // 128) * -(-results // 64)
+    parts = -(-2 * threads // pairs)
+    return 4 * (threads * own + (parts * pairs * sums if parts > 1 else 0)) + 64
 
 
 def _strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
@@ -208,7 +269,8 @@ def _emit_weight(w: Any, c: Call) -> None:
     name = w.template("winograd_gradient", _WINDOW_PARAMETERS, WINDOW_UNIT)
     finite = w.fresh("finite")
     w.lines.append(f"bool {finite} = true;")
-    w.call(c, name, [w.pointer_to(x), w.pointer_to(grad), w.pointer(out), sizes, f"&{finite}"])
+    pointers = [w.pointer_to(x), w.pointer_to(grad), w.pointer(out)]
+    w.call(c, name, [*pointers, sizes, *_space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")
     pads, _ = w.ints([padding[0], padding[-1]])
     y = View(out, out.shape, out.strides)
@@ -234,9 +296,15 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, flipped: bool
     plain = "nullptr" if made else w.pointer_to(weight)
     transformed = f"(const float*){w.packed(weight)}[0]" if made else "nullptr"
     pointers = [w.pointer_to(x), plain, transformed, *(w.pointer_to(v) for v in (bias, other))]
-    w.call(c, name, [*pointers, w.pointer(out), sizes, str(flipped).lower(), f"&{finite}"])
+    w.call(c, name, [*pointers, w.pointer(out), sizes, str(flipped).lower(), *_space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")
     return y
+
+
+def _space(w: Any, c: Call) -> list[str]:
+    space = c.outputs[-1]
+    assert space is not None
+    return [w.pointer(space), str(space.shape[0]), str(torch.get_num_threads())]
 
 
 def _pitch(v: View | None) -> list[Any]:
@@ -259,8 +327,10 @@ __all__ = [
     "FORM",
     "UNIT",
     "WINDOW_UNIT",
+    "convolution_bytes",
     "forward",
     "gain",
+    "gradient_bytes",
     "input_gradient",
     "pays",
     "pays_for",

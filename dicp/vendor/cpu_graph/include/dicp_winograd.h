@@ -8,6 +8,7 @@
 #pragma once
 #include "dicp_brgemm.h"
 extern "C" int omp_get_max_threads();
+extern "C" int omp_get_thread_num();
 
 namespace dicp {
 
@@ -68,8 +69,11 @@ inline void read_windows(const Winograd& a, const float* w, int64_t results, int
     const int64_t at = dense ? first : part / 3 * a.w[2] + part % 3 * a.w[3];
     if (first >= length) break;
     vf32 r[LANES];
-    for (int64_t k = 0; k < LANES; ++k)
+    for (int64_t k = 0; k < LANES; ++k) {
+      // far ahead: these are many streams from memory, each of few lines at a time
+      __builtin_prefetch(w + k * a.w[0] + at + 3 * (dense ? 9 * LANES : LANES));
       r[k] = k < results ? load(w + k * a.w[0] + at, lanes_left(length - first)) : splat<vf32>(0.0f);
+    }
     transpose(r);
     for (int64_t i = 0; i < LANES && first + i < length; ++i)
       store(dense ? window[0] + (first + i) * LANES : window[i] + part * LANES, r[i], Full());
@@ -119,22 +123,19 @@ struct WinogradTiles {
   vf32 poison = splat<vf32>(0.0f);            // 0 as long as all was finite
 
   // groups: blocks of results that are there at a time
-  WinogradTiles(const Winograd& of, int64_t groups) : a(of) {
+  WinogradTiles(const Winograd& of, int64_t groups, int64_t threads) : a(of) {
     down = (a.rows + 1) / 2, across = (a.columns + 1) / 2, tiles = a.batch * down * across;
     block = tiles < TILE_BLOCK ? tiles : TILE_BLOCK;
-    while (block > 16 && (tiles + block - 1) / block * groups < 2 * omp_get_max_threads()) block = (block + 1) / 2;
+    while (block > 16 && (tiles + block - 1) / block * groups < 2 * threads) block = (block + 1) / 2;
     // planes are an odd number of cache lines apart: powers of two would share few sets of the cache
     lead = (a.channels + 15) / 16 * 16 + 16, plane = (block * lead / 16 | 1) * 16;
     lead_m = RESULT_BLOCK, plane_m = block * lead_m + 16;
   }
-  bool allocate() {
-    v = (float*)aligned_alloc(64, (16 * (plane + plane_m) + lead) * sizeof(float));
-    if (!v) return false;
-    m = v + 16 * plane, zeros = m + 16 * plane_m;
+  int64_t floats() const { return (16 * (plane + plane_m) + lead + 15) / 16 * 16; }
+  void use(float* memory) {
+    v = memory, m = v + 16 * plane, zeros = m + 16 * plane_m;
     for (int64_t c = 0; c < lead; ++c) zeros[c] = 0.0f;
-    return true;
   }
-  ~WinogradTiles() { free(v); }
   bool finite() const { return hsum(poison) == 0.0f; }
 
   struct Place { int64_t image, row, column; };  // of a tile's first result
@@ -226,10 +227,24 @@ struct WinogradTiles {
   }
 };
 
+// A workspace, and the threads that it is for: not more than were planned.
+struct Workspace {
+  float* memory;
+  int64_t floats, threads;
+  Workspace(void* at, int64_t bytes, int64_t planned) : memory((float*)at), floats(bytes / (int64_t)sizeof(float)) {
+    threads = omp_get_max_threads() < planned ? omp_get_max_threads() : planned;
+  }
+  float* take(int64_t n) {  // null where it is short
+    float* const found = memory;
+    memory += n, floats -= n;
+    return floats < 0 ? nullptr : found;
+  }
+};
+
 // y = conv(x, w) + bias + other; u: transformed weights, or null; bias and other may be null. *finite: whether all
 // was; else y is not to be used. Returns not 0 where memory is short or the micro-kernels raised.
 inline int32_t winograd(const float* x, const float* w, const float* u, const float* bias, const float* other, float* y,
-                        const int64_t* sizes, bool flipped, bool* finite) {
+                        const int64_t* sizes, bool flipped, Workspace space, bool* finite) {
   const Winograd& a = *(const Winograd*)sizes;
   const int64_t per_result = 16 * a.channels;
   int64_t slice = a.results;  // results whose weights are there at a time
@@ -238,30 +253,33 @@ inline int32_t winograd(const float* x, const float* w, const float* u, const fl
     int64_t most = SLICE_BYTES / (per_result * (int64_t)sizeof(float)) / RESULT_BLOCK * RESULT_BLOCK;
     if (most < SLICE_RESULTS) most = SLICE_RESULTS;
     if (slice > most) slice = most;
-    made = (float*)aligned_alloc(64, (slice * per_result * sizeof(float) + 63) / 64 * 64);
-    if (!made) return 1;
+    made = space.take(slice * per_result);
   }
   const int64_t groups = (slice + RESULT_BLOCK - 1) / RESULT_BLOCK;
-  const WinogradTiles like(a, groups);
+  const WinogradTiles like(a, groups, space.threads);
+  float* const tiles_memory = space.take(space.threads * like.floats());
+  if (!tiles_memory || (!u && !made)) return 1;
   const int64_t blocks = (like.tiles + like.block - 1) / like.block;
   // parts of the results, each with a transform of the input of its own, where blocks alone are too few
-  int64_t parts = (4 * omp_get_max_threads() + blocks - 1) / blocks;
+  int64_t parts = (4 * space.threads + blocks - 1) / blocks;
   if (parts > groups) parts = groups;
+  // channels whose weights a thread transforms: all of them, where there are blocks for every thread
+  const int64_t shares = (space.threads + groups - 1) / groups;
+  const int64_t share = ((a.channels + shares - 1) / shares + LANES - 1) / LANES * LANES;
   int32_t failed = 0, broken = 0;
-#pragma omp parallel reduction(| : failed, broken)
+#pragma omp parallel reduction(| : failed, broken) num_threads(space.threads)
   {
-    WinogradTiles tile(a, groups);
-    failed |= !tile.allocate();
+    WinogradTiles tile = like;
+    tile.use(tiles_memory + omp_get_thread_num() * like.floats());
     for (int64_t k0 = 0; k0 < a.results; k0 += slice) {
       const int64_t end = k0 + slice < a.results ? k0 + slice : a.results;
       const float* const weights = u ? u : made - k0 * per_result;
       if (!u) {
 #pragma omp for collapse(2) schedule(static)
         for (int64_t k = k0; k < end; k += RESULT_BLOCK)
-          for (int64_t c = 0; c < a.channels; c += RESULT_BLOCK)
+          for (int64_t c = 0; c < a.channels; c += share)
             transform_weights(a, w, k, end - k < RESULT_BLOCK ? end - k : RESULT_BLOCK, c,
-                              a.channels - c < RESULT_BLOCK ? a.channels : c + RESULT_BLOCK, flipped,
-                              made + (k - k0) * per_result);
+                              a.channels - c < share ? a.channels : c + share, flipped, made + (k - k0) * per_result);
       }
 #pragma omp for collapse(2) schedule(dynamic)
       for (int64_t b = 0; b < blocks; ++b)
@@ -284,7 +302,6 @@ inline int32_t winograd(const float* x, const float* w, const float* u, const fl
     }
     broken |= !tile.finite();
   }
-  free(made);
   *finite = !broken;
   return failed;
 }

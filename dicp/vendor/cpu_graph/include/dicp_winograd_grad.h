@@ -23,17 +23,16 @@ struct WindowGradient {
   float *x = nullptr, *y, *sums, *corner, *zeros;  // [16][tiles][channels], [16][results][tiles], [16][results][channels]
   vf32 poison = splat<vf32>(0.0f);
 
-  explicit WindowGradient(const Winograd& of) : a(of), tile(of, 1) {}
-  bool allocate() {
-    const int64_t floats = 16 * (plane_x + plane_y + plane_sum) + 16 * LANES * LANES + a.channels + a.results;
-    x = (float*)aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
-    if (!x) return false;
-    y = x + 16 * plane_x, sums = y + 16 * plane_y, corner = sums + 16 * plane_sum, zeros = corner + 16 * LANES * LANES;
+  explicit WindowGradient(const Winograd& of) : a(of), tile(of, 1, 1) {}
+  int64_t floats() const {
+    return (16 * (plane_x + plane_y + plane_sum) + 16 * LANES * LANES + a.channels + a.results + 15) / 16 * 16;
+  }
+  void use(float* memory) {
+    x = memory, y = x + 16 * plane_x, sums = y + 16 * plane_y, corner = sums + 16 * plane_sum;
+    zeros = corner + 16 * LANES * LANES;
     for (int64_t c = 0; c < a.channels + a.results; ++c) zeros[c] = 0.0f;
     tile.zeros = zeros;
-    return true;
   }
-  ~WindowGradient() { free(x); }
   bool finite() const { return hsum(poison) == 0.0f; }
 
   // A of two values
@@ -116,21 +115,24 @@ struct WindowGradient {
 };
 
 // window = the gradient of conv(image, window) from that of its result; *finite as for the convolution.
-inline int32_t winograd_window(const float* image, const float* grad, float* window, const int64_t* sizes, bool* finite) {
+inline int32_t winograd_window(const float* image, const float* grad, float* window, const int64_t* sizes,
+                               Workspace space, bool* finite) {
   const Winograd& a = *(const Winograd*)sizes;
-  const int64_t tiles = WinogradTiles(a, 1).tiles, pair = 16 * WindowGradient::plane_sum;
+  const WindowGradient like(a);
+  const int64_t tiles = like.tile.tiles, pair = 16 * WindowGradient::plane_sum;
   const int64_t across = (a.channels + GRAD_CHANNELS - 1) / GRAD_CHANNELS;
   const int64_t pairs = (a.results + GRAD_RESULTS - 1) / GRAD_RESULTS * across;
   // parts of the tiles where blocks are too few for all threads: each has sums of its own, added in one order
-  int64_t parts = (2 * omp_get_max_threads() + pairs - 1) / pairs;
+  int64_t parts = (2 * space.threads + pairs - 1) / pairs;
   if (parts > tiles / GRAD_TILES) parts = tiles < GRAD_TILES ? 1 : tiles / GRAD_TILES;
-  float* const shared = parts > 1 ? (float*)aligned_alloc(64, parts * pairs * pair * sizeof(float)) : nullptr;
-  if (parts > 1 && !shared) return 1;
+  float* const own = space.take(space.threads * like.floats());
+  float* const shared = parts > 1 ? space.take(parts * pairs * pair) : nullptr;
+  if (!own || (parts > 1 && !shared)) return 1;
   int32_t failed = 0, broken = 0;
-#pragma omp parallel reduction(| : failed, broken)
+#pragma omp parallel reduction(| : failed, broken) num_threads(space.threads)
   {
     WindowGradient work(a);
-    failed |= !work.allocate();
+    work.use(own + omp_get_thread_num() * like.floats());
     const auto block = [&](int64_t which, auto f) {
       const int64_t k = which / across * GRAD_RESULTS, c = which % across * GRAD_CHANNELS;
       f(k, a.results - k < GRAD_RESULTS ? a.results - k : GRAD_RESULTS, c,
@@ -160,7 +162,6 @@ inline int32_t winograd_window(const float* image, const float* grad, float* win
     }
     broken |= !work.finite();
   }
-  free(shared);
   *finite = !broken;
   return failed;
 }
