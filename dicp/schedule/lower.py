@@ -6,8 +6,8 @@
     mm, convolution, attention   ->  Call on Views, when the vendor claims the node; else an extern Call
 
 A value is materialised (gets a definition) when it is a graph output, an operand of a call, or read more
-than once and
-dearer to recompute than to read. Fusion (fuse.py) later decides which of those really reach memory.
+than once and dearer to recompute than to read (readers.py). Fusion (fuse.py) later decides which of those
+really reach memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dicp.ops.table import Declined, table
 from dicp.passes.freeze import PACKED
 from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused, slice_read_from_data
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
+from dicp.schedule.readers import Readers
 from dicp.schedule.results import finish
 from dicp.schedule.splitting import split_extent
 from dicp.schedule.strides import (
@@ -48,23 +49,14 @@ from dicp.schedule.traced import (
     is_token,
     is_view,
     lowerable,
-    memory_counts,
     no_elements,
     note_of,
     piece,
-    reduces,
-    returned_together,
     shape_env,
-    use_counts,
 )
 from dicp.vendor.base import Claim
 
 aten = torch.ops.aten
-
-MAX_LOADS = 16  # reads inlined into one expression before it is materialised
-MAX_COST = 160  # adds inlined into one expression before it is materialised
-CHEAP_COST = 6  # a single-load expression up to this cost is recomputed by every reader
-CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 
 
 def lower(
@@ -99,9 +91,7 @@ class Lowering:
             calls = [n for n in gm.graph.nodes if n.op == "call_function"]
             claims = {n: claim for n in calls if (claim := vendor.claim(n, config)) is not None}
         self.claims = claims
-        self.uses = use_counts(gm)
-        self.in_memory = memory_counts(gm, self.claims)
-        self.shared = returned_together(gm)
+        self.readers = Readers(gm, self.claims, self._sizes)
 
     # -- the walk ------------------------------------------------------------------------------------------
 
@@ -212,19 +202,16 @@ class Lowering:
         """Note, memoise and (where it pays) materialise what a rule returned."""
         if isinstance(result, (tuple, list)):
             return tuple(
-                self._settle_one(node, piece(node, k), r, self._output_uses(node, k))
+                self._settle_one(node, piece(node, k), r, self.readers.of_piece(node, k))
                 for k, r in enumerate(result)
             )
-        return self._settle_one(node, node, result, self.uses[node])
-
-    def _output_uses(self, node: fx.Node, k: int) -> int:
-        return sum(self.uses[u] for u in node.users if u.target is operator.getitem and u.args[1] == k)
+        return self._settle_one(node, node, result, self.readers.of(node))
 
     def _settle_one(self, node: fx.Node, result: fx.Node, value: Value | None, uses: int) -> Value | None:
         if value is None or uses == 0:
             return value
         value = self._memo(value, note_of(node))
-        if result in self.shared:  # AOTAutograd makes the results anew from where they lie in its memory
+        if result in self.readers.shared:  # AOTAutograd makes the results anew from where they lie in it
             return self._named(value, result)
         if is_view(node):
             return value
@@ -235,38 +222,12 @@ class Lowering:
         if self.config.numerics == "eager":
             value = self._rounded(value)
             expr = value(idx)
-        if self.in_memory[result] > 1 or self._dear(result, expr, value.shape, uses):
+        if self.readers.want_buffer(result, expr, value.shape, uses):
             return self._named(value, result)
         return value
 
     def _rounded(self, value: Value) -> Value:
         return Value(value.shape, value.dtype, lambda idx: ex.round_to(value(idx), value.dtype))
-
-    def _dear(self, node: fx.Node, expr: Expr, shape: Shape, uses: int) -> bool:
-        nodes = ex.walk(expr)
-        loads = sum(e.op == "at" for e in nodes)
-        work = ex.cost(expr)
-        indirect = any(e.op == "check" for e in nodes)
-        if loads > MAX_LOADS or work > MAX_COST or node in self.shared:
-            return True
-        if work > CHEAP_COST and self._broadcast(node, shape):
-            return True
-        if uses <= 1:
-            return False
-        cheap = work <= CHEAP_FREE_COST if loads == 0 else loads == 1 and work <= CHEAP_COST and not indirect
-        return not cheap
-
-    def _broadcast(self, node: fx.Node, shape: Shape) -> bool:
-        """Whether some reader asks for the same element many times."""
-        own = ix.product(shape)
-        for user in node.users:
-            val = user.meta.get("val")
-            if isinstance(val, torch.Tensor) and not reduces(user):
-                theirs = ix.product(self._sizes(val.shape))
-                bigger = theirs > own if isinstance(theirs, int) and isinstance(own, int) else theirs != own
-                if bigger or (is_view(user) and self._broadcast(user, shape)):
-                    return True
-        return False
 
     def _memo(self, value: Value, note: str) -> Value:
         cache: dict[Indices, Expr] = {}

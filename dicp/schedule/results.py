@@ -50,7 +50,7 @@ def finish(low: Lowering, node: fx.Node) -> None:
 
 
 def _in_shared_memory(low: Lowering, r: Any) -> bool:
-    return isinstance(r, fx.Node) and view_root(r) in low.shared
+    return isinstance(r, fx.Node) and view_root(r) in low.readers.shared
 
 
 def _copy_of(ph: fx.Node, src: fx.Node) -> fx.Node:

@@ -1,9 +1,8 @@
-"""What lowering asks of the graph as it was traced: views, readers, dtypes, names for what is computed."""
+"""What lowering asks of the graph as it was traced: views, dtypes, names for what is computed."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -13,13 +12,6 @@ from dicp.compat import higher_order_name
 from dicp.ir import expr as ex
 from dicp.ir.printer import user_location
 from dicp.ops.table import table
-
-
-def returned_together(gm: fx.GraphModule) -> set[fx.Node]:
-    """Tensors that several results are views of: those share memory, as in eager."""
-    results = next(iter(reversed(gm.graph.nodes))).args[0]
-    roots = [view_root(r) for r in results if isinstance(r, fx.Node)]
-    return {r for r in roots if roots.count(r) > 1}
 
 
 def view_root(node: fx.Node) -> fx.Node:
@@ -81,33 +73,6 @@ def is_view(node: fx.Node) -> bool:
 def reduces(node: fx.Node) -> bool:
     row = table().get(node.target)  # type: ignore[call-overload]
     return row is None or row.kind in ("reduction", "contraction")
-
-
-def use_counts(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """Readers of each node's value, looking through views and tuple elements."""
-    counts: dict[fx.Node, int] = {}
-    for node in reversed(gm.graph.nodes):
-        total = 0
-        for user in node.users:
-            through = user.op == "call_function" and (user.target is operator.getitem or is_view(user))
-            total += counts[user] if through else 1
-        counts[node] = total
-    return counts
-
-
-def memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Node, int]:
-    """How many readers want each node's value in memory, looking through views and tuple elements: library
-    calls, externs, and the caller."""
-    counts: dict[fx.Node, int] = {}
-    for node in reversed(gm.graph.nodes):
-        total = 0
-        for user in node.users:
-            if user.op == "call_function" and (user.target is operator.getitem or is_view(user)):
-                total += counts[user]
-            elif user.op == "output" or user in calls or user.target not in table():
-                total += 1
-        counts[node] = total
-    return counts
 
 
 def piece(node: fx.Node, k: int) -> fx.Node:

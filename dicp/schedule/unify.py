@@ -1,8 +1,8 @@
 """Indices of one definition in terms of another's: the equations behind fusion.
 
-    mine (i, j)   theirs (a, b)      ->  i = a, j = b
-    mine (i)      theirs (6*a + b)   ->  i = 6*a + b, where i runs over all of a and b
-    mine (6*i + j)   theirs (a)      ->  a is to be refined into (i, j)
+mine (i, j)   theirs (a, b)      ->  i = a, j = b
+mine (i)      theirs (6*a + b)   ->  i = 6*a + b, where i runs over all of a and b
+mine (6*i + j)   theirs (a)      ->  a is to be refined into (i, j)
 """
 
 from __future__ import annotations

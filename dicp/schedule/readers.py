@@ -1,0 +1,108 @@
+"""Who reads each value of a graph, and whether it is therefore worth a buffer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr
+from dicp.ir.value import Shape
+from dicp.ops.table import table
+from dicp.schedule.traced import is_view, reduces, view_root
+
+MAX_LOADS = 16  # reads inlined into one expression before it is materialised
+MAX_COST = 160  # adds inlined into one expression before it is materialised
+CHEAP_COST = 6  # a single-load expression up to this cost is recomputed by every reader
+CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
+
+
+class Readers:
+    """The readers of a graph's values. calls: what reads memory; sizes: a traced shape as indices.
+
+    shared: tensors that several results are views of.
+    """
+
+    def __init__(self, gm: fx.GraphModule, calls: Container[fx.Node], sizes: Callable[[Any], Shape]) -> None:
+        self.sizes = sizes
+        self.counts = _use_counts(gm)
+        self.in_memory = _memory_counts(gm, calls)
+        self.shared = _returned_together(gm)
+
+    def of(self, node: fx.Node) -> int:
+        """How many read a node's value, looking through views and tuple elements."""
+        return self.counts[node]
+
+    def of_piece(self, node: fx.Node, k: int) -> int:
+        """How many read result k of a call with several."""
+        return sum(self.counts[u] for u in node.users if u.target is operator.getitem and u.args[1] == k)
+
+    def want_buffer(self, node: fx.Node, expr: Expr, shape: Shape, count: int) -> bool:
+        """Whether a value with `count` readers is better computed once: they want it in memory, or `expr` is
+        dear."""
+        if self.in_memory[node] > 1:
+            return True
+        nodes = ex.walk(expr)
+        loads = sum(e.op == "at" for e in nodes)
+        work = ex.cost(expr)
+        if loads > MAX_LOADS or work > MAX_COST:
+            return True
+        if work > CHEAP_COST and self._broadcast(node, shape):
+            return True
+        if count <= 1:
+            return False
+        if loads == 0:
+            return work > CHEAP_FREE_COST
+        indirect = any(e.op == "check" for e in nodes)
+        return loads > 1 or work > CHEAP_COST or indirect
+
+    def _broadcast(self, node: fx.Node, shape: Shape) -> bool:
+        """Whether some reader asks for the same element many times."""
+        own = ix.product(shape)
+        for user in node.users:
+            val = user.meta.get("val")
+            if isinstance(val, torch.Tensor) and not reduces(user):
+                theirs = ix.product(self.sizes(val.shape))
+                bigger = theirs > own if isinstance(theirs, int) and isinstance(own, int) else theirs != own
+                if bigger or (is_view(user) and self._broadcast(user, shape)):
+                    return True
+        return False
+
+
+def _returned_together(gm: fx.GraphModule) -> set[fx.Node]:
+    """Tensors that several results are views of: those share memory, as in eager."""
+    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    roots = [view_root(r) for r in results if isinstance(r, fx.Node)]
+    return {r for r in roots if roots.count(r) > 1}
+
+
+def _use_counts(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    """Readers of each node's value, looking through views and tuple elements."""
+    counts: dict[fx.Node, int] = {}
+    for node in reversed(gm.graph.nodes):
+        total = 0
+        for user in node.users:
+            through = user.op == "call_function" and (user.target is operator.getitem or is_view(user))
+            total += counts[user] if through else 1
+        counts[node] = total
+    return counts
+
+
+def _memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Node, int]:
+    """How many readers want each node's value in memory, looking through views and tuple elements: library
+    calls, externs, and the caller."""
+    counts: dict[fx.Node, int] = {}
+    for node in reversed(gm.graph.nodes):
+        total = 0
+        for user in node.users:
+            if user.op == "call_function" and (user.target is operator.getitem or is_view(user)):
+                total += counts[user]
+            elif user.op == "output" or user in calls or user.target not in table():
+                total += 1
+        counts[node] = total
+    return counts
