@@ -40,10 +40,10 @@ def _attention_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any
 FEW_ROWS = 32
 """Query rows under which each key would be brought into tile order for too few products."""
 DECODED_ROWS = 8
-"""Query rows up to which keys and values are read as they lie, once for all of them. LLaMA's decoding (16
-heads, 8 of keys, 192 keys, depth 64) takes 35 us a call, ATen's 120 in fp32, 265 in bf16 (2 Zen 4 cores)."""
+"""Query rows up to which keys and values are read as they lie, once for all of them: tiles bring nothing to
+so few products. scripts/decode.py times a model whose steps are such."""
 FEW_BYTES = 1 << 16
-"""Bytes of keys under which the template's unit, 0.3 s of compiling, saves microseconds."""
+"""Bytes of keys under which what the template saves is not worth compiling its unit."""
 
 _PARAMETERS = (
     "const {T}* q, const {T}* k, const {T}* v, const {M}* mask, {T}* out, float* log_sum, "

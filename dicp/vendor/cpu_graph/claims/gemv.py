@@ -18,13 +18,12 @@ from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 FEW_ROWS = 8
-"""Rows up to which the template is ahead of oneDNN and MKL for weights that come from memory. Two Zen 4
-cores, 2752x1024, GB/s of weights: fp32 30 against 23 at 1 row, 19 against 15 at 8, 7 against 12 at 16;
-bf16 33 against 16 at 1, 17 against 10 at 8."""
+"""Rows up to which the template is ahead of oneDNN and MKL for weights that come from memory: it reads each
+weight once, at memory's speed; with more rows the multiplications take longer, and theirs are faster."""
 FEW_ROWS_BF16 = 16
-"""The same of bf16 where the processor multiplies its pairs and W's depth is dense: 14 against 9 at 16."""
+"""The same of bf16 where the processor multiplies its pairs and W's depth is dense: each takes less time."""
 FEW_ROWS_BF16_BY_COLUMNS = 4
-"""The same of bf16 where W's columns are dense: 10 against 9 at 4 rows, 7 against 10 at 8."""
+"""The same of bf16 where W's columns are dense: pairs along the depth have to be interleaved."""
 
 _PARAMETERS = (
     "const {T}* x, const {W}* w, const {S}* scale, const {T}* bias, const {T}* other, {T}* y, "

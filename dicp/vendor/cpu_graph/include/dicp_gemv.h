@@ -28,8 +28,8 @@ template <Activation act> DICP_INLINE vf32 activate(vf32 x) {
 }
 
 // Rows of x worked on at a time, columns whose weights are read side by side, and elements of depth after which
-// sums are put away: accumulators stay in registers, four streams keep the memory busier than one (28 GB/s against
-// 23 on two Zen 4 cores), and the rounding error grows with a part of the depth.
+// sums are put away: accumulators stay in registers, four streams keep the memory busier than one, and the rounding
+// error grows with a part of the depth.
 constexpr int64_t ROW_BLOCK = 4, STREAMS = 4, DEPTH_BLOCK = 2048;
 constexpr int64_t SMALL_PRODUCT = 1 << 16;  // multiply-adds that are not worth waking threads for
 
