@@ -1,8 +1,7 @@
 """What a vendor is: data and a few functions, found through the entry-point group `dicp.vendors`.
 
 Two families fit. A *kernel vendor* takes lowered kernels (`emit` ... through `assemble`); a *graph-compiler
-vendor*
-hands whole graphs, or the parts it supports, to a toolchain of its own (`GraphVendor`).
+vendor* hands whole graphs, or the parts it supports, to a toolchain of its own (`GraphVendor`).
 """
 
 from __future__ import annotations
@@ -35,6 +34,19 @@ class Claim:
     prepare: Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]] | None = None
     as_traced: bool = False
     workspace: Callable[[Any, fx.Node, Sequence[Any]], int] | None = None
+
+
+def dense(*positions: int) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:
+    """A `prepare` of Claim: the arguments at these positions row-major, for a call that takes dims of them as
+    one or ignores their strides."""
+
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        return [
+            lowering.operand(a, dense=True) if k in positions and a is not None else a
+            for k, a in enumerate(args)
+        ]
+
+    return prepare
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ GPU yet; the chooser measures what is offered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dicp.compat import size_hint
 from dicp.ir import index as ix
 from dicp.ops.library import ACTIVATIONS
 from dicp.schedule.defs import Call, View
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, dense
 from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
 from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Plan, Product, kernels
 
@@ -179,18 +179,6 @@ def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
 
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "_opname", node.target))
-
-
-def dense(*positions: int) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:
-    """Operands whose leading dims are taken as one."""
-
-    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        return [
-            lowering.operand(a, dense=True) if k in positions and a is not None else a
-            for k, a in enumerate(args)
-        ]
-
-    return prepare
 
 
 def _linear(c: Call) -> Product:

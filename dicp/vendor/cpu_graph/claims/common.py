@@ -40,18 +40,6 @@ def activation(w: Any, act: str) -> list[str]:
     return [f'"{name}"', "nullptr", "0", f"&{text}"]
 
 
-def dense(*positions: int) -> Callable[..., Sequence[Any]]:
-    """Prepare operands that the library reads as if they were dense (it ignores their strides)."""
-
-    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        return [
-            lowering.operand(a, dense=True) if k in positions and a is not None else a
-            for k, a in enumerate(args)
-        ]
-
-    return prepare
-
-
 def rows(*positions: int) -> Callable[..., Sequence[Any]]:
     """Prepare operands whose last dim must be contiguous."""
 

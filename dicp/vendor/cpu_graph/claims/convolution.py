@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.common import (
     FLOATS,
@@ -20,7 +20,6 @@ from dicp.vendor.cpu_graph.claims.common import (
     argument,
     aten,
     channels_last,
-    dense,
     dtype_of,
     in_layout,
     lists,

@@ -14,14 +14,13 @@ from dicp.compat import known_equal, size_hint
 from dicp.ir import index as ix
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call, View
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
     FLOATS,
     SHIM,
     activation,
     argument,
-    dense,
     dtype_of,
 )
 from dicp.vendor.cpu_graph.claims.gemv import Operands, gemv
