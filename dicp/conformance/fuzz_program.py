@@ -112,14 +112,16 @@ class Program:
     sizes2: tuple[tuple[int, ...], ...] = ()
 
     def source(self, noisy: bool = False, copies: frozenset[str] = frozenset()) -> str:
-        """The function's text. noisy: for the reference, in fp64 and with `push` around rounding
-        statements; copies: results that are copies in the program, and would be their operands in fp64.
+        """The function's text. noisy: for the reference, in fp64, with `push` around rounding statements and
+        `pull` around what they read; copies: results that are copies in the program, and would be their
+        operands in fp64.
         """
         lines = [f"def f({', '.join(i.name for i in self.inputs)}):"]
         for s in self.body:
             line = s.source()
             if noisy and s.noisy and s.out is not None:
-                line = f"{s.out} = push({s.text.format(*s.args)}, {s.out!r}, {', '.join(s.args)})"
+                call = s.text.format(*(f"pull({a}, {a!r})" for a in s.args))
+                line = f"{s.out} = push({call}, {s.out!r}, {', '.join(s.args)})"
             if noisy and s.out in copies:
                 line += ".clone()"
             lines.append("    " + line)
@@ -164,10 +166,21 @@ def run(f: Any, p: Program, args: list[torch.Tensor]) -> Result:
 def reference(
     p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtype], push_seed: int
 ) -> Result | None:
-    """The program in fp64; push_seed > 0: with noise of one eps after every rounding statement. Where the
-    program computes in fp64 too, the reference is no nearer to the truth than it: there a sum of n terms
-    gets sqrt(n) eps."""
+    """The program in fp64; push_seed > 0: with noise of one eps after every rounding statement, and in every
+    part of a gradient that one adds to what it reads. Where the program computes in fp64 too, the reference
+    is no nearer to the truth than it: there a sum of n terms gets sqrt(n) eps."""
     g = torch.Generator().manual_seed(push_seed)
+    kinds = {i.name: a.dtype for i, a in zip(p.inputs, args, strict=True)} | dtypes
+
+    def moved(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return x * (1 + eps * (torch.randint(0, 2, x.shape, generator=g) * 2 - 1))
+
+    def pull(x: torch.Tensor, name: str) -> torch.Tensor:
+        if not push_seed or not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        edge = x.view_as(x)
+        edge.register_hook(lambda grad: moved(grad, torch.finfo(kinds[name]).eps))
+        return edge
 
     def push(x: torch.Tensor, name: str, *operands: torch.Tensor) -> torch.Tensor:
         if not push_seed or not x.dtype.is_floating_point:
@@ -175,13 +188,12 @@ def reference(
         eps = torch.finfo(dtypes[name]).eps
         if dtypes[name] == torch.float64 and x.numel():
             eps *= max(1.0, max((o.numel() for o in operands), default=0) / x.numel()) ** 0.5
-        return x * (1 + eps * (torch.randint(0, 2, x.shape, generator=g) * 2 - 1))
+        return moved(x, eps)
 
     wide = [
         a.detach().to(torch.float64).requires_grad_(a.requires_grad) if a.dtype.is_floating_point else a
         for a in args
     ]
-    kinds = {i.name: a.dtype for i, a in zip(p.inputs, args, strict=True)} | dtypes
     copies = frozenset(
         s.out
         for s in p.body
@@ -190,7 +202,7 @@ def reference(
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return run(function(p.source(noisy=True, copies=copies), push=push), p, wide)
+        return run(function(p.source(noisy=True, copies=copies), push=push, pull=pull), p, wide)
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     finally:
