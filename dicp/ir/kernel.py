@@ -104,8 +104,9 @@ class Kernel:
 
     @cached_property
     def digest(self) -> str:
-        """Content hash, indifferent to the names of buffers, axes, refs and size symbols."""
-        return hashlib.blake2b(show(canonical(self)).encode(), digest_size=8).hexdigest()
+        """Content hash, indifferent to the names of buffers, axes, refs and size symbols, and to whose lines
+        it computes: equal kernels of two layers are one."""
+        return hashlib.blake2b(show(canonical(self), notes=False).encode(), digest_size=8).hexdigest()
 
 
 def expressions(s: Statement) -> list[Expr]:
@@ -190,8 +191,8 @@ def canonical(kernel: Kernel) -> Kernel:
 _STORE_SIGN = {"set": "=", "add": "+=", "mul": "*=", "max": "max=", "min": "min="}
 
 
-def show(kernel: Kernel) -> str:
-    """The kernel as text; shared subexpressions get names v0, v1, ..."""
+def show(kernel: Kernel, notes: bool = True) -> str:
+    """The kernel as text; shared subexpressions get names v0, v1, ... notes: with ops and user's lines."""
     params = ", ".join(f"{p.name}: {NAMES[p.dtype]}{'*' if p.written else ''}" for p in kernel.params)
     axes = ", ".join(
         f"{a.var} < {a.size}{' reduced' if a.reduced else ''}{' serial' if a.serial else ''}"
@@ -222,7 +223,7 @@ def show(kernel: Kernel) -> str:
                 rhs = f"{x.args[0]}[{text_index(x.args[1])}]"
             else:
                 rhs = f"{x.op}({', '.join(text(a) if isinstance(a, Expr) else str(a) for a in x.args)})"
-            note = f"    # {x.note}" if x.note else ""
+            note = f"    # {x.note}" if notes and x.note else ""
             lines.append(f"  {names[x]}: {NAMES[x.dtype]} = {rhs}{note}")
 
     for s in kernel.body:

@@ -13,7 +13,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.interpret_kernel import run_kernel
-from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store, canonical, show
+from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store, canonical, expressions, show
 
 F32, I64 = torch.float32, torch.int64
 
@@ -134,7 +134,10 @@ def test_digest_is_indifferent_to_names_and_notes() -> None:
         dataclasses.replace(k, origins=("model.py:3",)),
         dataclasses.replace(k, body=tuple(dataclasses.replace(s, note="a line") for s in k.body)),
     ]
-    assert {o.digest for o in others} == {k.digest}
+    elsewhere = softmax()
+    for e in (e for s in elsewhere.body for e in expressions(s)):
+        e.note = "exp.default    model.py:4  y = x.exp()"
+    assert {o.digest for o in [*others, elsewhere]} == {k.digest}
     named = [softmax(size=ix.of(Var(n, None, 2))) for n in ("s0", "s12")]
     assert named[0].digest == named[1].digest != k.digest
 
