@@ -404,6 +404,42 @@ def test_the_reference_copies_where_the_program_does() -> None:
     assert torch.equal(v, -x.double()) and torch.equal(kept, x.double()) and grad is not None
 
 
+def test_what_rounding_may_leave_of_a_cancelled_gradient_is_no_finding() -> None:
+    """g - g is 0 when taken first, and a rounding of the large g when something is added between."""
+    from dicp.conformance.fuzz_program import Input, Program, Statement, differs, inputs_of, run
+
+    zero = Statement("v0", "torch.rsub({0}, {1})", ("x0", "x0"), True, "binary")
+    norm = Statement("v1", "torch.nn.functional.layer_norm({0}, (3,))", ("v0",), True, "norm")
+    more = Statement("v2", "{0} * 1.625", ("x0",), True, "unary")
+    p = Program(
+        1,
+        (Input("x0", (1, 3), "float32", requires_grad=True),),
+        (zero, norm, more),
+        ("v1", "v2"),
+        False,
+        True,
+    )
+    space = {"torch": torch}
+    exec(p.source(), space)
+    values, (gradient,), arguments = run(space["f"], p, inputs_of(p))
+    assert gradient is not None
+    for off, found in ((4e-6, False), (4e-2, True)):
+        got = (values, [gradient + off], arguments)
+        assert (differs(p, False, (values, [gradient], arguments), got) is not None) is found
+
+
+def test_a_sum_in_fp64_may_err_as_the_reference_does() -> None:
+    from dicp.conformance.fuzz_program import Input, Program, Statement, reference
+
+    total = Statement("v0", "{0}.sum()", ("x0",), True, "reduction")
+    p = Program(1, (Input("x0", (64, 64), "float64"),), (total,), ("v0",), False, False)
+    args = [torch.ones(64, 64, dtype=torch.float64)]
+    runs = [reference(p, args, {"v0": torch.float64}, k) for k in (0, 1)]
+    assert runs[0] is not None and runs[1] is not None
+    moved = abs(float(runs[1][0][0] - runs[0][0][0])) / 4096
+    assert moved == pytest.approx(64 * torch.finfo(torch.float64).eps)
+
+
 def test_a_finding_is_upstreams_only_where_its_results_are_ours() -> None:
     """AOTAutograd copies the gradient of a result whose elements overlap into memory that overlaps, too."""
     from torch._dynamo.backends.common import aot_autograd

@@ -29,7 +29,7 @@ are 1.4 to 1.6 times as fast by this algorithm, 512 in 32 tiles (two images of 7
 SPARED = 0.4
 """Part of oneDNN's time that it spares at the least where it pays."""
 BYTE_OPERATIONS = 7.0
-"""Operations of a convolution in the time that the layout pass counts for moving one byte (36 us per MB)."""
+"""Operations of a convolution in the time that the layout pass counts for moving one byte."""
 
 _PARAMETERS = (
     "const float* x, const float* w, const float* u, const float* bias, const float* other, float* y, "
