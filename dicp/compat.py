@@ -140,15 +140,22 @@ def aot_compile(
     backward: Any,
     inference: Any,
     decompositions: Any,
+    partitioned: Callable[[Any, Any, int], None],
     tag: str | None = None,
 ) -> Any:
     """AOTAutograd with the min-cut partitioner; mutated inputs stay copy_ nodes of the graphs.
 
+    partitioned: edits a forward and its backward, given how many of the forward's results are not saved ones.
     tag: the compilers return what `output_code` is the base of, and AOTAutograd's cache is used; its key
     has the tag in it.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(joint: Any, inputs: Any, **given: Any) -> tuple[Any, Any]:
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **given)
+        partitioned(forward, backward, given["num_fwd_outputs"])
+        return forward, backward
 
     compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
     with ExitStack() as stack:
@@ -160,10 +167,18 @@ def aot_compile(
         compiled = aot_autograd(
             **compilers,
             decompositions=decompositions,
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
         return _for_file(compiled) if must_save() else compiled
+
+
+def inputs_mutated_outside(graph: Any) -> set[Any]:
+    """Placeholders of a forward graph whose new value is one of its results, which AOTAutograd copies to the
+    input behind it."""
+    output = next(iter(reversed(graph.graph.nodes)))
+    mutated = [d.mutated_input for d in output.meta.get("desc", ()) if hasattr(d, "mutated_input")]
+    return {n for n in graph.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in mutated}
 
 
 class Shortcut:

@@ -28,10 +28,12 @@ def graphs_of(
     train: bool = False,
     decompositions: Mapping[Any, Any] | None = None,
     keep: Sequence[Any] = (),
+    partitioned: Callable[[GraphModule, GraphModule, int], Any] | None = None,
 ) -> dict[str, GraphModule]:
     """The graphs AOTAutograd hands to a backend: "inference", or "forward" and "backward" where `train`.
 
-    decompositions: None is core aten's; `keep` names overloads not to decompose.
+    decompositions: None is core aten's; `keep` names overloads not to decompose. partitioned: edits forward
+    and backward, given how many of the forward's results are not saved ones.
     """
     found: dict[str, GraphModule] = {}
 
@@ -42,6 +44,12 @@ def graphs_of(
 
         return compiler
 
+    def partition(joint: Any, given: Any, **options: Any) -> tuple[Any, Any]:
+        graphs = min_cut_rematerialization_partition(joint, given, **options)
+        if partitioned is not None:
+            partitioned(*graphs, options["num_fwd_outputs"])
+        return graphs
+
     table = dict(core_aten_decompositions()) if decompositions is None else dict(decompositions)
     for op in keep:
         table.pop(op, None)
@@ -50,7 +58,7 @@ def graphs_of(
         bw_compiler=boxed("backward"),
         inference_compiler=boxed("inference"),
         decompositions=table,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
     )
     tensors = [t if isinstance(t, torch.Tensor) else torch.randn(t) for t in inputs]
     torch._dynamo.reset()

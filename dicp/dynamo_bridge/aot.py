@@ -17,6 +17,8 @@ from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes.facts import FREE_OUTPUTS
 from dicp.passes.layout import repropagate
+from dicp.passes.rematerialize import rematerialize
+from dicp.runtime.dump import say
 from dicp.schedule.defs import View
 from dicp.vendor.base import takes_graphs
 
@@ -62,6 +64,14 @@ def compile_joint(
 
         return compile_inner
 
+    def partitioned(forward: fx.GraphModule, backward: fx.GraphModule, visible: int) -> None:
+        if _has_effects(forward):
+            return
+        made = rematerialize(forward, backward, visible)
+        if made.values:
+            size = f"{made.nbytes / 2**20:.1f} MiB"
+            say(f"{made.values} activations ({size}) are not kept: the backward makes them again", config)
+
     with saved.loading_under(vendor, config):
         joint = compat.aot_compile(
             gm,
@@ -70,6 +80,7 @@ def compile_joint(
             backward=inner("backward"),
             inference=inner("inference"),
             decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
+            partitioned=partitioned,
             tag=tag,
         )
     if shortcut is not None:

@@ -1,0 +1,334 @@
+"""Activations that a backward computes again instead of keeping them: what elementwise code makes of others.
+
+AOTAutograd's min-cut partitioner keeps whatever a backward has to have in memory anyway (the operand of a
+product), since reading it takes no longer than writing it again. That counts time alone: a convolution's
+result is kept for its batch norm's gradient and the relu of the norm for the next convolution's, a linear's
+result and its gelu, the input of a layer norm and its output. Here the second of each pair leaves the
+forward's results; the backward makes it from the first, right where it is wanted, so that one of them lives
+at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from dicp.compat import fake_mode_of, inputs_mutated_outside, quiet_shapes, size_hint
+from dicp.ir.verify import insert
+from dicp.ops.table import table
+from dicp.passes.facts import aten, base_of, is_pure, is_tensor, is_view, mutated_arguments, prims, value_of
+from dicp.passes.rules import finish
+
+SMALLEST = 1 << 16  # bytes: what is smaller is not worth its code
+LONGEST = 12  # calls that one value may take, views not counted
+
+_BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
+_NORMS = (*_BATCH_NORMS, aten.native_layer_norm.default, aten.native_group_norm.default)
+
+
+@dataclass
+class Remade:
+    """What `rematerialize` did: how many values the forward keeps no more, and their bytes at the sizes
+    traced."""
+
+    values: int = 0
+    nbytes: int = 0
+
+
+@dataclass
+class _Forward:
+    """The forward, and what of it may be had in the backward: `kept` are the values saved so far, `given`
+    the inputs that nothing writes. `gone`: bases of values that are saved no more."""
+
+    graph: Graph
+    visible: int
+    kept: set[Node] = field(default_factory=set)
+    given: set[Node] = field(default_factory=set)
+    gone: set[Node] = field(default_factory=set)
+
+    @property
+    def output(self) -> Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def saved(self) -> list[Node]:
+        return list(self.output.args[0][self.visible :])  # type: ignore[index,arg-type]
+
+    def views(self, base: Node) -> list[Node]:
+        """The kept views of a value that is not kept itself: as much memory as the value."""
+        if base in self.kept:
+            return []
+        found = [n for n in self.saved if n in self.kept and is_view(n) and base_of(n) is base]
+        return found if all(_nbytes(n) == _nbytes(base) and _is_cheap(n) for n in found) else []
+
+
+def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> Remade:
+    """Edit the two graphs of a partition in place. visible: how many of the forward's results, the first,
+    are not for the backward.
+
+    relu = relu(batch_norm(conv)); save conv, mean, rstd, relu    ->    save conv, mean, rstd
+    """
+    fw = _Forward(forward.graph, visible)
+    placeholders = {n.name: n for n in backward.graph.nodes if n.op == "placeholder"}
+    saved = fw.saved
+    if any("saved_tensor_with_no_vc_check" in n.meta for n in saved if isinstance(n, Node)):
+        return Remade()  # AOTAutograd counts those from the end
+    mode = fake_mode_of([value_of(n) for n in forward.graph.nodes])
+    if mode is None or any(not isinstance(n, Node) or n.name not in placeholders for n in saved):
+        return Remade()
+    fw.kept = set(saved)
+    written = {base_of(a) for n in fw.graph.nodes for a in mutated_arguments(n)}
+    fw.given = {n for n in fw.graph.nodes if n.op == "placeholder" and is_tensor(n)}
+    fw.given -= written | inputs_mutated_outside(forward)
+    shown = {base_of(n) for n in fw.output.args[0][:visible] if isinstance(n, Node)}  # type: ignore[index,union-attr]
+    done = Remade()
+    with mode, quiet_shapes(mode):
+        for base in _bases(saved):
+            members = [n for n in saved if is_tensor(n) and base_of(n) is base]
+            if base in shown or base in written or _nbytes(base) < SMALLEST:
+                continue
+            fw.kept -= set(members)
+            recipe = _recipe(base, fw)
+            if recipe is None:
+                fw.kept |= set(members)
+                continue
+            _save(fw, backward, recipe.leaves, placeholders)
+            for member in members:
+                _make_again(member, fw, backward, placeholders)
+            fw.gone.add(base)
+            done.values += 1
+            done.nbytes += _nbytes(base)
+    if done.values:
+        _drop(fw, {n for n in saved if n not in fw.kept}, placeholders)
+        for gm in (forward, backward):
+            finish(gm).recompile()
+    return done
+
+
+def _bases(saved: Iterable[Node]) -> list[Node]:
+    """What computes the saved values, in the order of the forward."""
+    bases = {base_of(n) for n in saved if is_tensor(n)}
+    graph = next(iter(bases)).graph if bases else None
+    return [n for n in graph.nodes if n in bases and n.op == "call_function"] if graph else []
+
+
+def _nbytes(node: Node) -> int:
+    """At the sizes that were traced, where they are symbolic."""
+    value = value_of(node)
+    return math.prod(size_hint(n) for n in value.shape) * int(value.dtype.itemsize)
+
+
+# -- which values, and from what -------------------------------------------------------------------------
+
+
+@dataclass
+class _Recipe:
+    """The calls that make a value, in order, and what they read."""
+
+    calls: list[Node] = field(default_factory=list)
+    leaves: list[Node] = field(default_factory=list)
+
+
+def _recipe(node: Node, fw: _Forward) -> _Recipe | None:
+    """How the backward can make a value of the forward; None if it cannot, if the value depends on inputs
+    alone (a weight cast for a product: it grows with no batch), or if as much would be kept instead."""
+    recipe = _Recipe()
+    if not _follow(node, fw, recipe):
+        return None
+    work = [n for n in recipe.calls if not is_view(n)]
+    if len(work) > LONGEST or all(n.op == "placeholder" for n in recipe.leaves):
+        return None
+    instead = sum(_nbytes(n) for n in recipe.leaves if n not in fw.kept and not fw.views(n))
+    if _nbytes(node) - instead < SMALLEST:
+        return None
+    return recipe
+
+
+def _follow(node: Node, fw: _Forward, recipe: _Recipe) -> bool:
+    if node in recipe.calls or node in recipe.leaves:
+        return True
+    if node in fw.kept or node in fw.given or _is_statistic(node) or fw.views(node):
+        recipe.leaves.append(node)
+        return True
+    if node in fw.gone or len(recipe.calls) > 4 * LONGEST or not (_is_norm(node) or _is_cheap(node)):
+        return False
+    if not all(_follow(n, fw, recipe) for n in _operands(node)):
+        return False
+    recipe.calls.append(node)
+    return True
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether the call is elementwise, or moves elements."""
+    if node.op != "call_function" or not is_pure(node) or not is_tensor(node):
+        return False
+    if is_view(node) or node.target in (prims.convert_element_type.default, aten._to_copy.default):
+        return node.target is not operator.getitem
+    row = table().get(node.target)  # type: ignore[call-overload]
+    return node.target is aten.clone.default or (row is not None and row.kind == "elementwise")
+
+
+def _is_norm(node: Node) -> bool:
+    """Whether the node is the normalised tensor of a norm."""
+    norm = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(norm, Node) or norm.target not in _NORMS or node.args[1] != 0:
+        return False
+    return norm.target is not aten.native_group_norm.default or isinstance(norm.args[4], int)
+
+
+def _is_statistic(node: Node) -> bool:
+    norm = node.args[0] if node.target is operator.getitem else None
+    return isinstance(norm, Node) and norm.target in _NORMS and node.args[1] in (1, 2)
+
+
+def _statistics(norm: Node) -> list[Node]:
+    """The mean and the reciprocal deviation; none where they are rounded to a low precision, so that the norm
+    has to be taken again."""
+    found = {u.args[1]: u for u in norm.users if u.target is operator.getitem}
+    both = [found[k] for k in (1, 2) if k in found]
+    exact = all(value_of(n).dtype in (torch.float32, torch.float64) for n in both)
+    return both if len(both) == 2 and exact else []
+
+
+def _operands(node: Node) -> list[Node]:
+    if not _is_norm(node):
+        return node.all_input_nodes
+    norm: Any = node.args[0]
+    statistics = _statistics(norm)
+    if statistics:
+        given = [norm.args[0], *statistics, *_affine(norm)]
+    else:
+        given = list(norm.args[:3] if norm.target in _BATCH_NORMS else norm.args)
+    return [n for n in given if isinstance(n, Node)]
+
+
+def _affine(norm: Node) -> tuple[Any, Any]:
+    """Weight and bias."""
+    first = 2 if norm.target is aten.native_layer_norm.default else 1
+    return norm.args[first], norm.args[first + 1]
+
+
+# -- editing -------------------------------------------------------------------------------------------------
+
+
+def _save(fw: _Forward, backward: GraphModule, leaves: list[Node], placeholders: dict[str, Node]) -> None:
+    """Have the leaves reach the backward, as the first of the saved tensors: it gets saved sizes first. A
+    kept view of one becomes a view that the backward takes."""
+    for leaf in leaves:
+        if leaf in fw.kept:
+            continue
+        first = next(n for n in fw.saved if is_tensor(n))
+        at = fw.visible + fw.saved.index(first)
+        with backward.graph.inserting_before(placeholders[first.name]):
+            placeholders[leaf.name] = backward.graph.placeholder(leaf.name)
+        placeholders[leaf.name].meta = dict(leaf.meta)
+        results = _described(fw)
+        _return(fw, [*results[:at], (leaf, results[at][1]), *results[at:]])
+        views = fw.views(leaf)
+        fw.kept = (fw.kept | {leaf}) - set(views)
+        for view in views:
+            _make_again(view, fw, backward, placeholders)
+
+
+def _make_again(member: Node, fw: _Forward, backward: GraphModule, placeholders: dict[str, Node]) -> None:
+    """Replace a saved value of the backward by calls that make it, before the first that wants it."""
+    old = placeholders[member.name]
+    users = set(old.users)
+    recipe = _Recipe()
+    found = _follow(member, fw, recipe)
+    assert found
+    first = next(n for n in backward.graph.nodes if n in users)
+    here = {leaf: placeholders[leaf.name] for leaf in recipe.leaves}
+    with backward.graph.inserting_before(first):
+        for call in recipe.calls:
+            here[call] = _copy(call, here, backward.graph)
+    old.replace_all_uses_with(here[member])
+
+
+def _copy(call: Node, here: dict[Node, Node], graph: Graph) -> Node:
+    if _is_norm(call):
+        return _normalise(call, here, graph)
+    new = graph.node_copy(call, here.__getitem__)
+    new.meta = {k: v for k, v in call.meta.items() if k != "desc"}
+    return new
+
+
+def _normalise(call: Node, here: dict[Node, Node], graph: Graph) -> Node:
+    """(x - mean) * rstd * weight + bias, as the norm itself computes it; or the norm, taken again."""
+    norm: Any = call.args[0]
+    x = norm.args[0]
+    lay = _layout_of(norm, graph, call)
+    statistics = _statistics(norm)
+
+    def emit(target: Any, *args: Any) -> Node:
+        return insert(graph, target, args, like=call)
+
+    if not statistics:
+        args = [here.get(a, a) if isinstance(a, Node) else a for a in norm.args]
+        if norm.target in _BATCH_NORMS:
+            again = emit(_BATCH_NORMS[1], *args[:3], True, *args[-2:])
+        else:
+            again = emit(norm.target, *args)
+        return emit(operator.getitem, again, 0)
+    mean, rstd = (lay(here[s], True) for s in statistics)
+    y = emit(aten.mul.Tensor, emit(aten.sub.Tensor, here[x], mean), rstd)
+    weight, bias = _affine(norm)
+    if weight is not None:
+        y = emit(aten.mul.Tensor, y, lay(here[weight], False))
+    if bias is not None:
+        y = emit(aten.add.Tensor, y, lay(here[bias], False))
+    dtype = value_of(call).dtype
+    return y if value_of(y).dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
+
+
+def _layout_of(norm: Node, graph: Graph, like: Node) -> Callable[[Node, bool], Node]:
+    """How a norm's small operands lie along its input: a function of one, and whether it is a statistic."""
+
+    def emit(target: Any, *args: Any) -> Node:
+        return insert(graph, target, args, like=like)
+
+    after_channels = value_of(norm.args[0]).dim() - 2
+
+    def per_channel(n: Node, statistic: bool) -> Node:
+        for _ in range(after_channels):
+            n = emit(aten.unsqueeze.default, n, -1)
+        return n
+
+    def per_group(n: Node, statistic: bool) -> Node:
+        if statistic:
+            channels, groups = norm.args[4], norm.args[6]
+            column = emit(aten.unsqueeze.default, n, -1)
+            each = emit(aten.expand.default, column, [-1, -1, channels // groups])
+            n = emit(aten.view.default, emit(aten.clone.default, each), [-1, channels])
+        return per_channel(n, statistic)
+
+    if norm.target is aten.native_layer_norm.default:
+        return lambda n, statistic: n
+    return per_channel if norm.target in _BATCH_NORMS else per_group
+
+
+def _drop(fw: _Forward, dropped: set[Node], placeholders: dict[str, Node]) -> None:
+    for node in dropped:
+        placeholders[node.name].graph.erase_node(placeholders[node.name])
+    _return(fw, [r for k, r in enumerate(_described(fw)) if k < fw.visible or r[0] not in dropped])
+
+
+def _described(fw: _Forward) -> list[tuple[Any, Any]]:
+    """The forward's results, and what AOTAutograd says of each."""
+    results: Any = fw.output.args[0]
+    return list(zip(results, fw.output.meta.get("desc", [None] * len(results)), strict=True))
+
+
+def _return(fw: _Forward, results: list[tuple[Any, Any]]) -> None:
+    fw.output.args = (tuple(value for value, _ in results),)
+    if "desc" in fw.output.meta:
+        fw.output.meta["desc"] = [description for _, description in results]
+
+
+__all__ = ["Remade", "rematerialize"]
