@@ -32,6 +32,7 @@ setup(
             "mypy",
             "psutil",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "transformers>=5.20,<5.24",
         ],

@@ -25,6 +25,9 @@ step() {  # step <name> <command>...
   printf '== %s: %d s\n\n' "$name" $((SECONDS - start))
 }
 
+# Tests of one file stay together: they share what their fixtures made.
+parallel=(-n auto --maxprocesses 4 --dist loadfile)
+
 step "ruff" python -m ruff check .
 step "mypy" python -m mypy
 python scripts/sizes.py
@@ -32,10 +35,10 @@ echo
 if [ $# -gt 0 ]; then
   step "tests" python -m pytest -q "$@"
 elif $all; then
-  step "tests" python -m pytest -q --durations=20
+  step "tests" python -m pytest -q "${parallel[@]}" --durations=20
   step "models" bash test/model/run_test_model.sh all dicp_cpu all
 else
-  step "tests" python -m pytest -q -m "not slow" --durations=10
+  step "tests" python -m pytest -q "${parallel[@]}" -m "not slow" --durations=10
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then

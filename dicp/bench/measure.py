@@ -64,6 +64,18 @@ def _release_kept() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
+def peaks(calls: Sequence[Thunk], rounds: int = 5) -> list[int | None]:
+    """Median `peak_growth` of each call over alternating rounds: what an allocator has lying about, and in
+    which pieces, differs from one call to the next."""
+    seen: list[list[int]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, found in zip(calls, seen, strict=True):
+            peak = peak_growth(call)
+            if peak is not None:
+                found.append(peak)
+    return [int(statistics.median(found)) if found else None for found in seen]
+
+
 def peak_growth(call: Thunk) -> int | None:
     """Bytes by which the process's resident memory peaks above its start during the call, its results
     included.

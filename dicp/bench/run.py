@@ -116,8 +116,8 @@ def _memory(job: Job) -> Figures:
     call = WORKLOADS[job.workload].call(name, job.setting)
     for _ in range(WARM_UP):
         call()
-    peaks = [p for _ in range(3) if (p := measure.peak_growth(call)) is not None]
-    return {name: {"peak_mb": statistics.median(peaks) / 2**20 if peaks else None}}
+    (peak,) = measure.peaks([call])
+    return {name: {"peak_mb": None if peak is None else peak / 2**20}}
 
 
 def _overhead(job: Job) -> Figures:

@@ -217,7 +217,7 @@ def take_times(trio: Trio, result: Result, got: measure.Thunk, eager: measure.Th
 
 def take_peaks(result: Result, got: measure.Thunk, eager: measure.Thunk) -> None:
     """Peak memory of the largest call."""
-    result.peak_bytes, result.eager_peak_bytes = measure.peak_growth(got), measure.peak_growth(eager)
+    result.peak_bytes, result.eager_peak_bytes = measure.peaks([got, eager])
 
 
 def check_ordinary(trio: Trio, result: Result) -> None:
