@@ -71,7 +71,9 @@ class TestRematerialize(TestCase):
         forward, backward, made = partition(mlp, *leaves((4, 8), (16, 8), (16,), (16, 2)))
         self.assertEqual(saved(forward), ["mm"])
         self.assertEqual(made, Remade(1, 4 * 16 * 4))
-        self.assertExpectedInline(show(canonicalize(backward)), """\
+        self.assertExpectedInline(
+            show(canonicalize(backward)),
+            """\
 graph(primals_1: f32[4,8], primals_3: f32[16], mm: f32[4,16], t_2: f32[2,16], t_3: f32[16,8], tangents_1: f32[4,2]):
   v0: f32[4,16] = add(mm, primals_3)
   v1: f32[4,16] = gelu(v0)
@@ -85,7 +87,8 @@ graph(primals_1: f32[4,8], primals_3: f32[16], mm: f32[4,16], t_2: f32[2,16], t_
   v9: f32[1,16] = sum.dim_IntList(v5, [0], True)
   v10: f32[16] = view(v9, [16])
   return v6, v8, v10, v3
-""")
+""",
+        )
 
 
 NORMS: dict[str, tuple[Fn, tuple[tuple[int, ...], ...]]] = {

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims import attention, convolution, matmul, others
+from dicp.vendor.cpu_graph.claims import attention, convolution, embedding, matmul, others
 from dicp.vendor.cpu_graph.claims.common import ACTIVATIONS, FLOATS, argument, aten, dtype_of
 from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
 from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn
@@ -77,6 +77,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         torch.ops.dicp.conv.default: convolution.conv,
         torch.ops.dicp.attention.default: attention.attention,
         aten.convolution.default: convolution.convolution,
+        aten.embedding_dense_backward.default: embedding.embedding_backward,
         aten.convolution_backward.default: convolution.convolution_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention.flash,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.flash_backward,
