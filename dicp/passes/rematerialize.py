@@ -65,7 +65,17 @@ class _Forward:
         if base in self.kept:
             return []
         found = [n for n in self.saved if n in self.kept and is_view(n) and base_of(n) is base]
-        return found if all(_nbytes(n) == _nbytes(base) and _is_cheap(n) for n in found) else []
+        same = all(_nbytes(n) == _nbytes(base) for n in found)
+        return found if same and all(self.takes(n, base) for n in found) else []
+
+    def takes(self, view: Node, base: Node) -> bool:
+        """Whether the backward can take a view of the base: it may need sizes that are not kept."""
+        while view is not base:
+            sizes = [n for n in view.all_input_nodes if n is not view.args[0]]
+            if not _is_cheap(view) or not self.kept.issuperset(sizes):
+                return False
+            view = view.args[0]  # type: ignore[assignment]
+        return True
 
 
 def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> Remade:
@@ -95,7 +105,7 @@ def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> 
                 continue
             fw.kept -= set(members)
             recipe = _recipe(base, fw)
-            if recipe is None:
+            if recipe is None or not all(fw.takes(n, base) for n in members):
                 fw.kept |= set(members)
                 continue
             _save(fw, backward, recipe.leaves, placeholders)
