@@ -467,6 +467,18 @@ def visible_outputs() -> int | None:
     return None if metadata is None else int(metadata.num_forward)
 
 
+def views_of_inputs() -> set[int]:
+    """Positions, among the results of the graph that AOTAutograd is compiling, of views of inputs: it makes
+    those views anew, with the sizes, strides and offset of the result."""
+    from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._guards import TracingContext
+
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    first = getattr(metadata, "num_mutated_inp_runtime_indices", 0)
+    infos = getattr(metadata, "output_info", ())
+    return {first + k for k, i in enumerate(infos) if i.output_type is OutputType.alias_of_input}
+
+
 def weights_of(gm: Any) -> dict[int, str]:
     """Names of the parameters and buffers among the inputs of the graph that AOTAutograd is compiling, by
     position there; `gm` is Dynamo's graph. Without what was given a fixed address by hand

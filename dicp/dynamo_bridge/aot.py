@@ -18,6 +18,7 @@ from dicp.ops.decompositions import decomposition_table
 from dicp.passes.facts import FREE_OUTPUTS
 from dicp.passes.layout import repropagate
 from dicp.passes.rematerialize import rematerialize
+from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
 from dicp.schedule.defs import View
 from dicp.vendor.base import takes_graphs
@@ -51,6 +52,8 @@ def compile_joint(
                 _free_saved_strides(graph)
             elif role == "backward":
                 _saved_as_given(graph, inputs)
+            if role != "backward" and not effects:
+                view_written_inputs(graph, compat.views_of_inputs())
             weights = compat.weights_of(gm) if config.freeze and role == "inference" else {}
             if config.freeze and role == "forward":
                 warnings.warn(GRADIENTS, stacklevel=2)

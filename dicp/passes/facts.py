@@ -15,6 +15,9 @@ FREE_OUTPUTS = "dicp_free_outputs"
 """Key of `gm.meta`: indices of outputs of any strides: their reader is told which (a backward), or takes any
 (the engine of autograd)."""
 
+VIEWS_OF_INPUTS = "dicp_views_of_inputs"
+"""Key of `gm.meta`: indices of outputs that are views of inputs the graph writes, and share their memory."""
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 

@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from dicp.ir import expr as ex
 from dicp.ir.value import Shape, Value
+from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
 from dicp.schedule.defs import Buffer, Pointwise, Raw, Scatter, View
 from dicp.schedule.strides import (
@@ -31,10 +32,11 @@ def finish(low: Lowering, node: fx.Node) -> None:
     results = node.args[0]
     assert isinstance(results, (tuple, list))
     mutated = {ph.name for ph, _ in low.mutations}
-    free = set(low.gm.meta.get("dicp_free_outputs", ()))
+    free = set(low.gm.meta.get(FREE_OUTPUTS, ()))
     # tensors that several results view come first: a copy of one must not take over its memory
     order = sorted(range(len(results)), key=lambda k: not _in_shared_memory(low, results[k]))
-    outputs = {k: _output(low, results[k], mutated, k in free) for k in order}
+    shown = low.gm.meta.get(VIEWS_OF_INPUTS, frozenset())  # the caller is to see those change
+    outputs = {k: _output(low, results[k], set() if k in shown else mutated, k in free) for k in order}
     returned = [outputs[k] for k in range(len(results))]
     sources = [_mutation_source(low, ph, src, mutated) for ph, src in low.mutations]
     for (ph, src), value in zip(low.mutations, sources, strict=True):

@@ -170,6 +170,40 @@ def test_views_of_one_tensor_keep_their_places_in_it(name: str, gradients: bool)
     check(VIEWS_OF_ONE[name], r(6, 5).requires_grad_(gradients), calls=1, dynamic=True)
 
 
+def _first_filled(x):
+    v = x.reshape(-1)
+    v.transpose(0, -1)[:1].fill_(3)
+    return v
+
+
+WRITTEN = {
+    "whole": lambda x: x.add_(1).view(-1),
+    "part": lambda x: (x.add_(1), x[1:3])[1],
+    "element": _first_filled,
+    "two": lambda x: (x.mul_(2), x[2:], x.view(-1, 1))[1:],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("offset, stride", [(0, 1), (3, 1), (1, 2)])
+def test_views_of_a_written_input_lie_where_they_do_in_it(name: str, offset: int, stride: int) -> None:
+    """An input somewhere inside its storage: AOTAutograd takes the offset from the compiled result."""
+    fn = WRITTEN[name]
+    compiled = torch.compile(fn, backend="dicp_cpu", dynamic=True)
+    for n in (9, 17, 33):
+        bases = [torch.arange(100.0) for _ in range(2)]
+        expected, got = (
+            f(b[offset : offset + n * stride : stride]) for f, b in zip((fn, compiled), bases, strict=True)
+        )
+        for b in bases:
+            b.neg_()  # what shares memory shows it
+        assert torch.equal(*bases)
+        pairs = zip(expected, got, strict=True) if isinstance(expected, tuple) else [(expected, got)]
+        for e, g in pairs:
+            assert torch.equal(g, e) and g.stride() == e.stride()
+            assert g.storage_offset() == e.storage_offset()
+
+
 def test_memory_of_sizes_that_look_negative() -> None:
     """The backward's buffers have s * (t - 2) elements: a lower bound below zero, so a division rounded down."""
 

@@ -1,0 +1,68 @@
+"""Results that are views of inputs which the graph writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dicp.ir.verify import insert
+from dicp.passes.facts import VIEWS_OF_INPUTS, aten, is_view, value_of
+from dicp.passes.rules import finish
+
+
+def view_written_inputs(gm: GraphModule, positions: Collection[int]) -> None:
+    """copy_(x, y); return view(y)  ->  copy_(x, y); return view(x), for results at these positions.
+
+    Functionalisation has the caller's view of a written input be a view of what is written over it. Where
+    that lies in memory says nothing of where the view lies in the input.
+    """
+    graph = gm.graph
+    output = next(iter(reversed(graph.nodes)))
+    written: dict[Any, Any] = {n.args[1]: n.args[0] for n in graph.nodes if _writes_input(n)}
+    results = list(output.args[0])  # type: ignore[arg-type]
+    done = set()
+    for k in positions:
+        result = results[k] if k < len(results) else None
+        if isinstance(result, Node) and (chain := _views(result, written)):
+            new = written[chain[-1].args[0]]
+            with graph.inserting_before(output):
+                for view in reversed(chain):
+                    new = insert(graph, view.target, (new, *view.args[1:]), view.kwargs, like=view)
+            results[k] = new
+            done.add(k)
+    if done:
+        output.args = (tuple(results),)
+        gm.meta[VIEWS_OF_INPUTS] = frozenset(done)
+        finish(gm).recompile()
+
+
+def _writes_input(node: Node) -> bool:
+    target = node.args[0] if node.target is aten.copy_.default else None
+    return (
+        isinstance(target, Node)
+        and target.op == "placeholder"
+        and isinstance(node.args[1], Node)
+        and _same_form(target, node.args[1])
+    )
+
+
+def _same_form(x: Node, y: Node) -> bool:
+    a, b = value_of(x), value_of(y)
+    return isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _views(node: Node, bases: Collection[Any]) -> list[Node]:
+    """The views from a node down to one of the bases, that one left out; none where they lead elsewhere."""
+    chain = []
+    while node not in bases:
+        if not is_view(node) or not isinstance(node.args[0], Node):
+            return []
+        chain.append(node)
+        node = node.args[0]
+    return chain
+
+
+__all__ = ["view_written_inputs"]
