@@ -140,7 +140,7 @@ def aot_compile(
     backward: Any,
     inference: Any,
     decompositions: Any,
-    partitioned: Callable[[Any, Any, int], None],
+    partitioned: Callable[[Any, Any, int], None] = lambda forward, backward, visible: None,
     tag: str | None = None,
 ) -> Any:
     """AOTAutograd with the min-cut partitioner; mutated inputs stay copy_ nodes of the graphs.
