@@ -48,6 +48,8 @@ def graphs_of(
         graphs = min_cut_rematerialization_partition(joint, given, **options)
         if partitioned is not None:
             partitioned(*graphs, options["num_fwd_outputs"])
+            for gm in graphs:
+                gm.recompile()
         return graphs
 
     table = dict(core_aten_decompositions()) if decompositions is None else dict(decompositions)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,14 @@ class Remade:
 @dataclass
 class _Forward:
     """The forward, and what of it may be had in the backward: `kept` are the values saved so far, `given`
-    the inputs that nothing writes. `gone`: bases of values that are saved no more."""
+    the inputs that nothing writes. `members`: what was saved, by what computes it, in the forward's order.
+    `gone`: keys of those that are saved no more."""
 
     graph: Graph
     visible: int
     kept: set[Node] = field(default_factory=set)
     given: set[Node] = field(default_factory=set)
+    members: dict[Node, list[Node]] = field(default_factory=dict)
     gone: set[Node] = field(default_factory=set)
 
     @property
@@ -62,9 +64,9 @@ class _Forward:
 
     def views(self, base: Node) -> list[Node]:
         """The kept views of a value that is not kept itself: as much memory as the value."""
-        if base in self.kept:
+        if base in self.kept or base not in self.members:
             return []
-        found = [n for n in self.saved if n in self.kept and is_view(n) and base_of(n) is base]
+        found = [n for n in self.members[base] if n in self.kept]
         same = all(_nbytes(n) == _nbytes(base) for n in found)
         return found if same and all(self.takes(n, base) for n in found) else []
 
@@ -79,8 +81,8 @@ class _Forward:
 
 
 def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> Remade:
-    """Edit the two graphs of a partition in place. visible: how many of the forward's results, the first,
-    are not for the backward.
+    """Edit the two graphs of a partition in place (not the modules' code). visible: how many of the forward's
+    results, the first, are not for the backward.
 
     relu = relu(batch_norm(conv)); save conv, mean, rstd, relu    ->    save conv, mean, rstd
     """
@@ -92,16 +94,15 @@ def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> 
     mode = fake_mode_of([value_of(n) for n in forward.graph.nodes])
     if mode is None or any(not isinstance(n, Node) or n.name not in placeholders for n in saved):
         return Remade()
-    fw.kept = set(saved)
+    fw.kept, fw.members = set(saved), _members(fw)
     written = {base_of(a) for n in fw.graph.nodes for a in mutated_arguments(n)}
     fw.given = {n for n in fw.graph.nodes if n.op == "placeholder" and is_tensor(n)}
     fw.given -= written | inputs_mutated_outside(forward)
     shown = {base_of(n) for n in fw.output.args[0][:visible] if isinstance(n, Node)}  # type: ignore[index,union-attr]
     done = Remade()
     with mode, quiet_shapes(mode):
-        for base in _bases(saved):
-            members = [n for n in saved if is_tensor(n) and base_of(n) is base]
-            if base in shown or base in written or _nbytes(base) < SMALLEST:
+        for base, members in fw.members.items():
+            if base.op != "call_function" or base in shown | written or _nbytes(base) < SMALLEST:
                 continue
             fw.kept -= set(members)
             recipe = _recipe(base, fw)
@@ -116,16 +117,18 @@ def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> 
             done.nbytes += _nbytes(base)
     if done.values:
         _drop(fw, {n for n in saved if n not in fw.kept}, placeholders)
-        for gm in (forward, backward):
-            finish(gm).recompile()
+        finish(forward)
+        finish(backward)
     return done
 
 
-def _bases(saved: Iterable[Node]) -> list[Node]:
-    """What computes the saved values, in the order of the forward."""
-    bases = {base_of(n) for n in saved if is_tensor(n)}
-    graph = next(iter(bases)).graph if bases else None
-    return [n for n in graph.nodes if n in bases and n.op == "call_function"] if graph else []
+def _members(fw: _Forward) -> dict[Node, list[Node]]:
+    found: dict[Node, list[Node]] = {}
+    for node in fw.saved:
+        if is_tensor(node):
+            found.setdefault(base_of(node), []).append(node)
+    order = {n: k for k, n in enumerate(fw.graph.nodes)}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
 def _nbytes(node: Node) -> int:
@@ -286,15 +289,23 @@ def _normalise(call: Node, here: dict[Node, Node], graph: Graph) -> Node:
         else:
             again = emit(norm.target, *args)
         return emit(operator.getitem, again, 0)
+    result, like_input = value_of(call), value_of(x)
+    same = like_input.dtype == result.dtype and like_input.stride() == result.stride()
+    known = result if same and result.dtype in (torch.float32, torch.float64) else None
+
+    def element(target: Any, *args: Any) -> Node:
+        return insert(graph, target, args, like=call, value=known)
+
     mean, rstd = (lay(here[s], True) for s in statistics)
-    y = emit(aten.mul.Tensor, emit(aten.sub.Tensor, here[x], mean), rstd)
+    y = element(aten.mul.Tensor, element(aten.sub.Tensor, here[x], mean), rstd)
     weight, bias = _affine(norm)
     if weight is not None:
-        y = emit(aten.mul.Tensor, y, lay(here[weight], False))
+        y = element(aten.mul.Tensor, y, lay(here[weight], False))
     if bias is not None:
-        y = emit(aten.add.Tensor, y, lay(here[bias], False))
-    dtype = value_of(call).dtype
-    return y if value_of(y).dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
+        y = element(aten.add.Tensor, y, lay(here[bias], False))
+    if value_of(y).dtype == result.dtype:
+        return y
+    return emit(prims.convert_element_type.default, y, result.dtype)
 
 
 def _layout_of(norm: Node, graph: Graph, like: Node) -> Callable[[Node, bool], Node]:
@@ -306,6 +317,9 @@ def _layout_of(norm: Node, graph: Graph, like: Node) -> Callable[[Node, bool], N
     after_channels = value_of(norm.args[0]).dim() - 2
 
     def per_channel(n: Node, statistic: bool) -> Node:
+        shape = list(value_of(n).shape)
+        if after_channels > 0 and all(isinstance(k, int) for k in shape):
+            return emit(aten.view.default, n, [*shape, *[1] * after_channels])
         for _ in range(after_channels):
             n = emit(aten.unsqueeze.default, n, -1)
         return n
