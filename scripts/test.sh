@@ -26,7 +26,7 @@ step() {  # step <name> <command>...
 }
 
 # Tests of one file stay together: they share what their fixtures made.
-parallel=(-n auto --maxprocesses 4 --dist loadfile)
+parallel=(-n "$(nproc)" --maxprocesses 4 --dist loadfile)
 
 step "ruff" python -m ruff check .
 step "mypy" python -m mypy

@@ -91,6 +91,11 @@ def mutated_arguments(node: Node) -> list[Node]:
     return found
 
 
+def writes_input(node: Node) -> bool:
+    """Whether a call is the write of a mutated graph input, of which AOTAutograd leaves one for each."""
+    return node.target is aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+
+
 def is_pure(node: Node) -> bool:
     """Whether the call may be dropped when unused: no write, no effect, no random number drawn."""
     if node.op == "get_attr":

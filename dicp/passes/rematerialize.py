@@ -98,11 +98,11 @@ def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> 
     written = {base_of(a) for n in fw.graph.nodes for a in mutated_arguments(n)}
     fw.given = {n for n in fw.graph.nodes if n.op == "placeholder" and is_tensor(n)}
     fw.given -= written | inputs_mutated_outside(forward)
-    shown = {base_of(n) for n in fw.output.args[0][:visible] if isinstance(n, Node)}  # type: ignore[index,union-attr]
+    staying = written | {base_of(n) for n in fw.output.args[0][:visible] if isinstance(n, Node)}  # type: ignore[index,union-attr]
     done = Remade()
     with mode, quiet_shapes(mode):
         for base, members in fw.members.items():
-            if base.op != "call_function" or base in shown | written or _nbytes(base) < SMALLEST:
+            if base.op != "call_function" or base in staying or _nbytes(base) < SMALLEST:
                 continue
             fw.kept -= set(members)
             recipe = _recipe(base, fw)
@@ -276,7 +276,6 @@ def _normalise(call: Node, here: dict[Node, Node], graph: Graph) -> Node:
     """(x - mean) * rstd * weight + bias, as the norm itself computes it; or the norm, taken again."""
     norm: Any = call.args[0]
     x = norm.args[0]
-    lay = _layout_of(norm, graph, call)
     statistics = _statistics(norm)
 
     def emit(target: Any, *args: Any) -> Node:
@@ -296,45 +295,33 @@ def _normalise(call: Node, here: dict[Node, Node], graph: Graph) -> Node:
     def element(target: Any, *args: Any) -> Node:
         return insert(graph, target, args, like=call, value=known)
 
-    mean, rstd = (lay(here[s], True) for s in statistics)
+    mean, rstd = (_along(here[s], True, norm, emit) for s in statistics)
     y = element(aten.mul.Tensor, element(aten.sub.Tensor, here[x], mean), rstd)
     weight, bias = _affine(norm)
     if weight is not None:
-        y = element(aten.mul.Tensor, y, lay(here[weight], False))
+        y = element(aten.mul.Tensor, y, _along(here[weight], False, norm, emit))
     if bias is not None:
-        y = element(aten.add.Tensor, y, lay(here[bias], False))
+        y = element(aten.add.Tensor, y, _along(here[bias], False, norm, emit))
     if value_of(y).dtype == result.dtype:
         return y
     return emit(prims.convert_element_type.default, y, result.dtype)
 
 
-def _layout_of(norm: Node, graph: Graph, like: Node) -> Callable[[Node, bool], Node]:
-    """How a norm's small operands lie along its input: a function of one, and whether it is a statistic."""
-
-    def emit(target: Any, *args: Any) -> Node:
-        return insert(graph, target, args, like=like)
-
-    after_channels = value_of(norm.args[0]).dim() - 2
-
-    def per_channel(n: Node, statistic: bool) -> Node:
-        shape = list(value_of(n).shape)
-        if after_channels > 0 and all(isinstance(k, int) for k in shape):
-            return emit(aten.view.default, n, [*shape, *[1] * after_channels])
-        for _ in range(after_channels):
-            n = emit(aten.unsqueeze.default, n, -1)
-        return n
-
-    def per_group(n: Node, statistic: bool) -> Node:
-        if statistic:
-            channels, groups = norm.args[4], norm.args[6]
-            column = emit(aten.unsqueeze.default, n, -1)
-            each = emit(aten.expand.default, column, [-1, -1, channels // groups])
-            n = emit(aten.view.default, emit(aten.clone.default, each), [-1, channels])
-        return per_channel(n, statistic)
-
+def _along(n: Node, statistic: bool, norm: Node, emit: Callable[..., Node]) -> Node:
+    """A norm's small operand as it broadcasts to the norm's input."""
     if norm.target is aten.native_layer_norm.default:
-        return lambda n, statistic: n
-    return per_channel if norm.target in _BATCH_NORMS else per_group
+        return n
+    if statistic and norm.target is aten.native_group_norm.default:
+        channels, groups = norm.args[4], norm.args[6]
+        column = emit(aten.unsqueeze.default, n, -1)
+        each = emit(aten.expand.default, column, [-1, -1, channels // groups])  # type: ignore[operator]
+        n = emit(aten.view.default, emit(aten.clone.default, each), [-1, channels])
+    shape, after_channels = list(value_of(n).shape), value_of(norm.args[0]).dim() - 2
+    if after_channels > 0 and all(isinstance(k, int) for k in shape):
+        return emit(aten.view.default, n, [*shape, *[1] * after_channels])
+    for _ in range(after_channels):
+        n = emit(aten.unsqueeze.default, n, -1)
+    return n
 
 
 def _drop(fw: _Forward, dropped: set[Node], placeholders: dict[str, Node]) -> None:

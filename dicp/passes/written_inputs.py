@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ir.verify import insert
-from dicp.passes.facts import VIEWS_OF_INPUTS, aten, is_view, value_of
+from dicp.passes.facts import VIEWS_OF_INPUTS, is_view, value_of, writes_input
 from dicp.passes.rules import finish
 
 
@@ -21,7 +21,8 @@ def view_written_inputs(gm: GraphModule, positions: Collection[int]) -> None:
     """
     graph = gm.graph
     output = next(iter(reversed(graph.nodes)))
-    written: dict[Any, Any] = {n.args[1]: n.args[0] for n in graph.nodes if _writes_input(n)}
+    writes = [n.args[:2] for n in graph.nodes if writes_input(n)]
+    written: dict[Any, Any] = {new: old for old, new in writes if _same_form(old, new)}
     results = list(output.args[0])  # type: ignore[arg-type]
     done = set()
     for k in positions:
@@ -39,17 +40,7 @@ def view_written_inputs(gm: GraphModule, positions: Collection[int]) -> None:
         finish(gm).recompile()
 
 
-def _writes_input(node: Node) -> bool:
-    target = node.args[0] if node.target is aten.copy_.default else None
-    return (
-        isinstance(target, Node)
-        and target.op == "placeholder"
-        and isinstance(node.args[1], Node)
-        and _same_form(target, node.args[1])
-    )
-
-
-def _same_form(x: Node, y: Node) -> bool:
+def _same_form(x: Any, y: Any) -> bool:
     a, b = value_of(x), value_of(y)
     return isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype
 

@@ -20,13 +20,13 @@ import torch.fx as fx
 
 from dicp.errors import UnsupportedOp
 from dicp.ir.printer import op_name, show, user_location
-from dicp.passes.facts import base_of
+from dicp.passes.facts import base_of, writes_input
 from dicp.runtime.artifact import Artifact
 from dicp.runtime.program import Program
 from dicp.runtime.runner import expect
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
-from dicp.schedule.partition import Part, is_size, writes_input
+from dicp.schedule.partition import Part, is_size
 from dicp.schedule.strides import dense_strides, order_of
 from dicp.vendor.base import Claim, GraphVendor
 

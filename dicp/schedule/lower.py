@@ -28,6 +28,7 @@ from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
 from dicp.ops.table import Declined, table
+from dicp.passes.facts import writes_input
 from dicp.passes.freeze import PACKED
 from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused, slice_read_from_data
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
@@ -156,7 +157,7 @@ class Lowering:
         if node.target is aten._local_scalar_dense.default and isinstance(val, torch.SymFloat):
             source = self.values[node.args[0]]  # type: ignore[index]
             return ex.cast(source((0,) * len(source.shape)), torch.float64)
-        if node.target is aten.copy_.default and node.args[0].op == "placeholder":  # type: ignore[union-attr]
+        if writes_input(node):
             self.mutations.append((node.args[0], node.args[1]))  # type: ignore[arg-type]
             return self.values[node.args[1]]  # type: ignore[index]
         if isinstance(val, (torch.SymFloat, torch.SymBool, float, bool)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from dicp.passes.facts import is_pure, mutated_arguments
+from dicp.passes.facts import is_pure, mutated_arguments, writes_input
 
 aten = torch.ops.aten
 
@@ -85,11 +85,6 @@ class _Levels:
         if is_size(node):  # computed where the values are that it is read from
             return any(b in self.mine for b in before)
         return not mutated_arguments(node) and self.supports(node)
-
-
-def writes_input(node: fx.Node) -> bool:
-    """Whether a call is the write of a mutated graph input, of which AOTAutograd leaves one for each."""
-    return node.target is aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def is_size(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ DICP_INLINE void embedding_gradient(const T* grad, const I* index, T* table, con
   for (int64_t r = 0; r < rows; ++r) first[r] = -1;
   for (int64_t t = tokens - 1; t >= 0; --t) {  // backwards, so that lists ascend
     const int64_t r = index[t];
-    if (r < 0 || r >= rows || r == padding) continue;
+    if (r < 0 || r >= rows || r == padding) continue;  // outside: the look-up has refused it; eager skips it too
     next[t] = first[r];
     first[r] = (int32_t)t;
   }
