@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
+import sympy
 import torch
 from torch._guards import detect_fake_mode as _detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import statically_known_true as _statically_known_true
 
 from dicp.autoload import ARTIFACT, register_artifact
@@ -45,6 +47,12 @@ def size_hint(size: int | torch.SymInt, fallback: int = 128) -> int:
         return size
     node = size.node
     return int(node.hint) if node.has_hint() and node.hint is not None else fallback
+
+
+def example_value(shapes: ShapeEnv | None, size: sympy.Expr, unknown: int) -> int:
+    """What a size is at the inputs that were traced, sizes read from data counting as `unknown`."""
+    values = {} if shapes is None else shapes.backed_var_to_val
+    return int(size.xreplace({s: values.get(s, sympy.Integer(unknown)) for s in size.free_symbols}))
 
 
 @contextmanager

@@ -22,8 +22,8 @@ class GraphReport:
     kernels: list[dict[str, Any]]
     library: list[str]
     externs: list[str]
-    arena: int | str
-    most_alive: int | str
+    arena: int  # bytes, as the next at the sizes of the example
+    most_alive: int
     saved_in_place: int
     seconds: dict[str, float]
     built: int
@@ -125,7 +125,6 @@ def report(compiled: Compiled) -> GraphReport:
         )
         entry["launches"] += 1
     plan = program.plan
-    sizes = [n if isinstance(n, int) else str(n) for n in (plan.size, plan.lower_bound)]
     folding, constants = compiled.folding, compiled.constants
     stats = [program.build_stats] + ([] if constants is None else [constants.program.build_stats])
     once = [] if constants is None else [f"{c.note}    (once)" for c in constants.program.externs]
@@ -135,8 +134,8 @@ def report(compiled: Compiled) -> GraphReport:
         list(kernels.values()),
         [f"{c.claim.name}    {c.note}" for c in program.library_calls],
         [c.note for c in program.externs] + once,
-        sizes[0],
-        sizes[1],
+        plan.example_size,
+        plan.lower_bound,
         len(plan.root),
         compiled.seconds,
         sum(getattr(s, "compiled", 0) for s in stats),

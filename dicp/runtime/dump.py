@@ -62,7 +62,7 @@ class Dump:
         p = compiled.program
         line = (
             f"{compiled.name}: {len(p.launches)} kernels, {len(p.library_calls)} library calls, "
-            f"{len(p.externs)} externs, arena {_bytes(p.plan.size)}, "
+            f"{len(p.externs)} externs, arena {_bytes(p.plan.example_size)}, "
             f"{sum(compiled.seconds.values()):.2f} s ("
             + ", ".join(f"{k} {v:.2f}" for k, v in compiled.seconds.items())
             + ")"
@@ -115,7 +115,9 @@ def _item(item: Any) -> str:
 def plan_text(program: Any) -> str:
     """The memory plan: every temporary with its offset, size and last use."""
     plan, buffers = program.plan, program.lowered.buffers
-    lines = [f"arena {_bytes(plan.size)}, most alive at once {_bytes(plan.lower_bound)}"]
+    symbolic = "" if isinstance(plan.size, int) else " at the sizes of the example"
+    lines = [f"arena {_bytes(plan.example_size)}, most alive at once {_bytes(plan.lower_bound)}{symbolic}"]
+    lines += [f"  {symbol.name} = max({', '.join(map(str, ends))})" for symbol, ends in plan.maxima.items()]
     for name, offset in plan.offset.items():
         lines.append(
             f"  {name}: at {offset}, {_bytes(buffers[name].nbytes)}, until step {plan.last_use.get(name)}"

@@ -84,7 +84,8 @@ class Program:
                     note(n)
             for n in _indices((call.args, call.kwargs)):
                 note(n)
-        note(self.plan.size)
+        for n in self.plan.offset.values():
+            note(n)
         return [found[n] for n in sorted(found)]
 
 
@@ -178,9 +179,9 @@ def _dying_inputs(lowered: Lowered, plan: Plan, owned: Set[str]) -> dict[int, in
     """Bytes of owned inputs whose last use each item is."""
     out: dict[int, int] = {}
     for b in lowered.inputs:
-        if isinstance(b, Buffer) and b.name in owned & plan.last_use.keys() and isinstance(b.nbytes, int):
+        if isinstance(b, Buffer) and b.name in owned & plan.last_use.keys():
             k = plan.last_use[b.name]
-            out[k] = out.get(k, 0) + b.nbytes
+            out[k] = out.get(k, 0) + lowered.symbols.hint(b.nbytes)
     return out
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +58,11 @@ class Runner:
             "steal": tensors_from_handles,
             "expect": expect,
             "bounds": slice_bounds,
+            "per_size": per_size,
             "torch": torch,
         }
         self.lines: list[str] = []
+        self.layout: list[str] = []  # the function `arena`, where sizes leave offsets open
 
     def function(self) -> Callable[[list[Any]], Any]:
         self.source = self._write()
@@ -69,6 +72,7 @@ class Runner:
 
     def _write(self) -> str:
         self._inputs()
+        self._lay_out()
         self._take_arena()
         for name, buffer in self.lowered.buffers.items():
             if buffer.kind == "constant":
@@ -88,7 +92,8 @@ class Runner:
             self._release([n for n, last in last_step.items() if last == k])
         self._give_arena()
         self.lines.append(f"return ({''.join(self._output(o) + ', ' for o in self.lowered.outputs)})")
-        return "def call(args):\n" + "\n".join("    " + line for line in self.lines) + "\n"
+        body = ["def call(args):", *("    " + line for line in self.lines)]
+        return "\n".join([*(["@per_size", *self.layout, "", ""] if self.layout else []), *body, ""])
 
     def _last_steps(self) -> dict[str, int]:
         """The step after which nobody needs a tensor that Python holds: library results, heap, externs, owned
@@ -109,9 +114,28 @@ class Runner:
         if dead:
             self.lines.append(f"del {', '.join(dead)}")
 
+    def _lay_out(self) -> None:
+        """Where symbolic sizes leave open what is largest, a function of the sizes that tells the arena's
+        size and the offsets in it. It is called here."""
+        maxima, size = self.plan.maxima, self.plan.size
+        if not maxima:
+            return
+        names = [symbol.name for symbol in maxima]
+        given = {a.name for n in (size, *sum(maxima.values(), ())) for a in ix.atoms(n) if isinstance(a, Var)}
+        sizes = ", ".join(sorted(given - set(names)))
+        self.layout = [f"def arena({sizes}):"]
+        for symbol, numbers in maxima.items():
+            self.layout.append(f"    {symbol.name} = max({', '.join(self._text(n) for n in numbers)})")
+        self.layout.append(f"    return {', '.join([self._text(size), *names])}")
+        self.lines.append(f"arena_bytes, {', '.join(names)} = arena({sizes})")
+        self.bound |= set(names)
+
     def _take_arena(self) -> None:
         if self.plan.offset:
-            self.lines.append(f"block = ARENA.take({self._text(self.plan.size)})")
+            self.lines.append(f"block = ARENA.take({self._arena_bytes()})")
+
+    def _arena_bytes(self) -> str:
+        return "arena_bytes" if self.plan.maxima else self._text(self.plan.size)
 
     def _give_arena(self) -> None:
         if self.plan.offset:
@@ -160,6 +184,7 @@ class Runner:
         found: dict[str, Var] = {}
         stack: list[Any] = [
             self.lowered.outputs,
+            [self.plan.size, *self.plan.maxima.values()],
             [(c.args, c.kwargs, views((c.args, c.kwargs))) for c in self.program.python_calls],
         ]
         while stack:
@@ -343,6 +368,11 @@ def make_function(name: str, source: str, values: dict[str, Any]) -> Callable[[l
 def _slots(n: int) -> tuple[Any, int]:
     array = (ctypes.c_int64 * n)()
     return array, ctypes.addressof(array)
+
+
+def per_size(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with what it returned for the last sizes kept, as those of successive calls repeat."""
+    return functools.lru_cache(maxsize=64)(function)
 
 
 def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:

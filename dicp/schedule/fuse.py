@@ -197,12 +197,12 @@ class _Fusion:
         return step
 
     def _saved(self, group: Group, d: Def, reads: list[tuple[str, Indices]]) -> int:
-        """Bytes not moved, with symbolic sizes taken as 256."""
+        """Bytes not moved, at the sizes of the example."""
         seen = {n for m in group.members for n, _ in m.reads}
         total = 0
         for name in {n for n, _ in reads}:
             if name in group.produced or name in seen:
-                total += _hint(self.buffers[name].nbytes) * (2 if name in group.produced else 1)
+                total += self.symbols.hint(self.buffers[name].nbytes) * (2 if name in group.produced else 1)
         return total
 
     def _add(self, group: Group, d: Def, mapping: Mapping, reads: list[tuple[str, Indices]]) -> None:
@@ -442,10 +442,6 @@ def _reads(d: Def) -> list[tuple[str, Indices]]:
     if isinstance(d, Scatter):
         found[(d.base.name, ())] = None
     return list(found)
-
-
-def _hint(n: Index) -> int:
-    return n if isinstance(n, int) else int(ix.evaluate(n, lambda a: 256))
 
 
 def _refine_group(group: Group, into: dict[Var, Index], parts: dict[Var, list[Var]]) -> Group:

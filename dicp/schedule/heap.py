@@ -57,9 +57,9 @@ def _within(
         _add(alive, life)
     room = max(room, *alive)
     gone = []
-    for life in sorted(temporaries, key=lambda x: (x.size, x.start)):
+    for life in sorted(temporaries, key=lambda x: (x.nbytes, x.start)):
         fullest = max(alive[life.start : life.end + 1])
-        if life.size >= SMALLEST and fullest + life.size > room:
+        if life.nbytes >= SMALLEST and fullest + life.nbytes > room:
             gone.append(life)
         else:
             _add(alive, life)
@@ -68,4 +68,4 @@ def _within(
 
 def _add(alive: list[int], life: Lifetime) -> None:
     for k in range(life.start, min(life.end, len(alive) - 1) + 1):
-        alive[k] += life.size
+        alive[k] += life.nbytes

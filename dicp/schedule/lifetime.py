@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dicp.ir.index import Index
-
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Bytes that are taken from item `start` to item `end`, both included."""
+    """Bytes that are taken from item `start` to item `end`, both included. Symbolic sizes count as they are
+    in the example."""
 
     name: str
-    nbytes: Index
+    nbytes: int
     start: int
     end: int
 
-    @property
-    def size(self) -> int:
-        """`nbytes`, where sizes are static."""
-        assert isinstance(self.nbytes, int)
-        return self.nbytes
+    def overlaps(self, other: Lifetime) -> bool:
+        """Whether both are taken at once."""
+        return self.start <= other.end and other.start <= self.end
 
 
 def most_alive(lives: Iterable[Lifetime]) -> int:
     """The most bytes that are alive at once."""
     change: dict[int, int] = {}
     for life in lives:
-        change[life.start] = change.get(life.start, 0) + life.size
-        change[life.end + 1] = change.get(life.end + 1, 0) - life.size
+        change[life.start] = change.get(life.start, 0) + life.nbytes
+        change[life.end + 1] = change.get(life.end + 1, 0) - life.nbytes
     alive = peak = 0
     for k in sorted(change):
         alive += change[k]

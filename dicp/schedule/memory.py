@@ -1,12 +1,11 @@
 """Static memory plan: where every temporary of a program lives in one arena.
 
-Buffers whose lifetimes do not overlap share memory. Static sizes: offsets are chosen largest buffer first,
-each at the
-lowest offset free during its life. Symbolic sizes: a freed slot is taken by a buffer of provably equal size.
-In-place reuse comes first: a kernel's result takes over the buffer of an operand that dies there and is read
-only at the position written. Where that is a library's buffer and the arena has room at that time anyway, the
-result moves there, and the library's buffer is freed sooner. Last, temporaries leave an arena that would be
-larger than what is alive when the program's memory peaks (schedule/heap.py).
+Buffers whose lifetimes do not overlap share memory (schedule/placement.py). Symbolic sizes are planned at
+those of the example, so that the plan holds for all. In-place reuse comes first: a kernel's result takes
+over the buffer of an operand that dies there and is read only at the position written. Where that is a
+library's buffer and the arena has room at that time anyway, the result moves there, and the library's
+buffer is freed sooner. Last, temporaries leave an arena that would be larger than what is alive when the
+program's memory peaks (schedule/heap.py).
 """
 
 from __future__ import annotations
@@ -16,27 +15,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dicp.ir import index as ix
-from dicp.ir.index import Index
+from dicp.ir.index import Index, Var
 from dicp.schedule.defs import Buffer, Call, Lowered, Scatter, View, views
 from dicp.schedule.heap import leaving
 from dicp.schedule.kernels import Item, Launch
 from dicp.schedule.lifetime import Lifetime, most_alive
+from dicp.schedule.placement import Placed, by_size, lowest_gap, stacked
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 
 
 @dataclass(eq=False)
 class Plan:
-    """`offset`: bytes into the arena by buffer name. `root`: the buffer whose memory a buffer shares. `heap`:
-    temporaries outside the arena, with the item before which they are allocated. `last_use`: the item after
-    which a root's memory is free. `size`: arena bytes. `lower_bound`: the most that is alive at once."""
+    """`offset`: bytes into the arena by buffer name. `maxima`: what symbols in offsets and in `size` stand
+    for, each the largest of its numbers, in the order of computing. `root`: the buffer whose memory a buffer
+    shares. `heap`: temporaries outside the arena, with the item before which they are allocated. `last_use`:
+    the item after which a root's memory is free. `size`: arena bytes. At the sizes of the example,
+    `example_size` is that, and `lower_bound` the most that is alive at once."""
 
     root: dict[str, str] = field(default_factory=dict)
     offset: dict[str, Index] = field(default_factory=dict)
+    maxima: dict[Var, tuple[Index, ...]] = field(default_factory=dict)
     heap: dict[str, int] = field(default_factory=dict)
     last_use: dict[str, int] = field(default_factory=dict)
     size: Index = 0
-    lower_bound: Index = 0
+    example_size: int = 0
+    lower_bound: int = 0
 
     def find(self, name: str) -> str:
         while self.root.get(name, name) != name:
@@ -54,14 +58,10 @@ class _Work:
     start: dict[str, int]
     end: dict[str, int]
 
-
-@dataclass(eq=False)
-class _Placed:
-    """A buffer's life and its bytes of the arena: [offset, end)."""
-
-    offset: int
-    end: int
-    life: Lifetime
+    def life(self, name: str, start: int, end: int) -> Lifetime:
+        """A buffer in the arena from one item to another."""
+        nbytes = _aligned(self.lowered.buffers[name].nbytes)
+        return Lifetime(name, self.lowered.symbols.hint(nbytes), start, end)
 
 
 def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset()) -> Plan:
@@ -76,17 +76,12 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
     start, end = _lifetimes(items, lowered, plan)
     work = _Work(items, lowered, plan, start, end)
     _reuse_in_place(work)
-    lives = [
-        Lifetime(n, _aligned(lowered.buffers[n].nbytes), start[n], end[n])
-        for n in start
-        if plan.find(n) == n and lowered.buffers[n].kind == "temp"
-    ]
-    if all(isinstance(life.nbytes, int) for life in lives):
-        placed = _greedy_by_size(lives, plan)
-        _leave_libraries(work, placed)
-        _leave_arena(work, placed, owned)
-    else:
-        _by_equal_size(lives, plan)
+    temporaries = [n for n in start if plan.find(n) == n and lowered.buffers[n].kind == "temp"]
+    placed = by_size(work.life(n, start[n], end[n]) for n in temporaries)
+    placed = _leave_arena(work, _leave_libraries(work, placed), owned)
+    stack = stacked(placed, {p.life.name: _aligned(lowered.buffers[p.life.name].nbytes) for p in placed})
+    plan.offset, plan.size, plan.maxima = stack.offset, stack.size, stack.maxima
+    plan.example_size, plan.lower_bound = _top(placed), most_alive(p.life for p in placed)
     plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
     return plan
 
@@ -153,35 +148,14 @@ def _aligned(n: Index) -> Index:
     return ix.floordiv(n + (ALIGN - 1), ALIGN) * ALIGN
 
 
-def _greedy_by_size(lives: list[Lifetime], plan: Plan) -> list[_Placed]:
-    placed: list[_Placed] = []
-    for life in sorted(lives, key=lambda x: (-x.size, x.start)):
-        _place(life, _lowest_gap(life, placed), placed, plan)
-    plan.size = max((p.end for p in placed), default=0)
-    plan.lower_bound = most_alive(p.life for p in placed)
-    return placed
+def _top(placed: list[Placed]) -> int:
+    return max((p.end for p in placed), default=0)
 
 
-def _lowest_gap(life: Lifetime, placed: list[_Placed]) -> int:
-    at, size = 0, life.size
-    for other in sorted(placed, key=lambda p: p.offset):
-        if other.life.end < life.start or life.end < other.life.start:
-            continue
-        if at + size <= other.offset:
-            break
-        at = max(at, other.end)
-    return at
-
-
-def _place(life: Lifetime, at: int, placed: list[_Placed], plan: Plan) -> None:
-    placed.append(_Placed(at, at + life.size, life))
-    plan.offset[life.name] = at
-
-
-def _leave_libraries(work: _Work, placed: list[_Placed]) -> None:
+def _leave_libraries(work: _Work, placed: list[Placed]) -> list[Placed]:
     """Move what took over a library's buffer into the arena, where that does not grow it."""
     lowered, plan, start, end = work.lowered, work.plan, work.start, work.end
-    assert isinstance(plan.size, int)
+    size = _top(placed)
     guests: dict[str, list[str]] = {}
     for name in plan.root:
         guests.setdefault(plan.find(name), []).append(name)
@@ -189,32 +163,28 @@ def _leave_libraries(work: _Work, placed: list[_Placed]) -> None:
         if lowered.buffers[host].kind != "library" or any(lowered.buffers[n].kind != "temp" for n in names):
             continue
         first = min(names, key=lambda n: start[n])
-        life = Lifetime(first, _aligned(lowered.buffers[first].nbytes), start[first], end[host])
-        if not isinstance(life.nbytes, int):
+        life = work.life(first, start[first], end[host])
+        at = lowest_gap(life, placed)
+        if at + life.nbytes > size:
             continue
-        at = _lowest_gap(life, placed)
-        if at + life.nbytes > plan.size:
-            continue
-        _place(life, at, placed, plan)
+        placed.append(Placed(at, life))
         for name in names:
             plan.root[name] = first
         end[first], end[host] = end[host], start[first]
-    plan.lower_bound = most_alive(p.life for p in placed)
+    return placed
 
 
-def _leave_arena(work: _Work, placed: list[_Placed], owned: Set[str]) -> None:
+def _leave_arena(work: _Work, placed: list[Placed], owned: Set[str]) -> list[Placed]:
     """Give temporaries memory of their own where that lowers the program's peak, and place the rest anew."""
     plan = work.plan
-    assert isinstance(plan.size, int)
-    movable, workspaces = _movable(work), _workspaces(work)
+    movable, workspaces = _movable(work, placed), _workspaces(work)
     own = [p.life for p in placed if p.life.name in movable - workspaces]
     staying = [p.life for p in placed if p.life.name in workspaces]
-    gone = leaving(own, _outside(work, owned), len(work.items), plan.size, staying)
+    gone = leaving(own, _outside(work, owned), len(work.items), _top(placed), staying)
     if not gone:
-        return
+        return placed
     plan.heap = {name: work.start[name] for name in sorted(gone)}
-    plan.offset = {}
-    _greedy_by_size([p.life for p in placed if p.life.name not in gone], plan)
+    return by_size(p.life for p in placed if p.life.name not in gone)
 
 
 def _workspaces(work: _Work) -> set[str]:
@@ -223,13 +193,14 @@ def _workspaces(work: _Work) -> set[str]:
     return {c.outputs[-1].name for c in calls if c.claim.workspace is not None}
 
 
-def _movable(work: _Work) -> set[str]:
+def _movable(work: _Work, placed: list[Placed]) -> set[str]:
     """Temporaries that may leave the arena: native code makes them, and Python, which knows a tensor by its
     dtype, would see none of theirs as another's."""
     plan, dtypes = work.plan, dict[str, set[Any]]()
     for name, b in work.lowered.buffers.items():
         dtypes.setdefault(plan.find(name), set()).add(b.dtype)
-    return {n for n in plan.offset if len(dtypes[n]) == 1 and not _from_python(work.items[work.start[n]])}
+    names = [p.life.name for p in placed]
+    return {n for n in names if len(dtypes[n]) == 1 and not _from_python(work.items[work.start[n]])}
 
 
 def _from_python(item: Item) -> bool:
@@ -247,33 +218,16 @@ def _outside(work: _Work, owned: Set[str]) -> list[Lifetime]:
         first.append(begins)
     for name, begin in work.start.items():
         b = work.lowered.buffers[name]
-        if plan.find(name) != name or not isinstance(b.nbytes, int):
+        if plan.find(name) != name or work.lowered.symbols.late(b.nbytes):
             continue
+        nbytes = work.lowered.symbols.hint(b.nbytes)
         if b.kind == "output":
-            out.append(Lifetime(name, b.nbytes, first[begin], len(items)))
+            out.append(Lifetime(name, nbytes, first[begin], len(items)))
         elif b.kind in ("library", "extern"):
-            out.append(Lifetime(name, b.nbytes, begin, end[name]))
+            out.append(Lifetime(name, nbytes, begin, end[name]))
         elif name in owned:
-            out.append(Lifetime(name, b.nbytes, 0, end[name]))
+            out.append(Lifetime(name, nbytes, 0, end[name]))
     return out
-
-
-def _by_equal_size(lives: list[Lifetime], plan: Plan) -> None:
-    free: dict[Index, list[Index]] = {}
-    busy: list[tuple[int, Index, Index]] = []
-    for life in sorted(lives, key=lambda x: x.start):
-        for end, nbytes, at in [b for b in busy if b[0] < life.start]:
-            free.setdefault(nbytes, []).append(at)
-            busy.remove((end, nbytes, at))
-        slots = free.get(life.nbytes)
-        if slots:
-            at = slots.pop()
-        else:
-            at = plan.size
-            plan.size = plan.size + life.nbytes
-        plan.offset[life.name] = at
-        busy.append((life.end, life.nbytes, at))
-    plan.lower_bound = plan.size
 
 
 __all__ = ["Call", "Plan", "View", "plan_memory", "touched"]

@@ -9,10 +9,13 @@ import torch
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from dicp.compat import example_value
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
+
+UNKNOWN = 256  # what a size counts as that the example does not tell
 
 
 class Symbols:
@@ -25,6 +28,7 @@ class Symbols:
         self.backed: dict[sympy.Symbol, Var] = {}
         self.host: dict[sympy.Expr, Var] = {}
         self.expressions: dict[Var, sympy.Expr] = {}
+        self.hints: dict[Var, int] = {}  # values in the example
         self.given: set[sympy.Symbol] = set()  # known when the program starts: its inputs tell them
 
     def index(self, value: Any) -> Index:
@@ -62,6 +66,16 @@ class Symbols:
             self.host[e] = var
             self.expressions[var] = e
         return ix.of(self.host[e])
+
+    def hint(self, i: Index) -> int:
+        """The value of an index at the sizes of the example; sizes that it does not tell count as 256."""
+        return int(ix.evaluate(i, self._hint))
+
+    def _hint(self, a: Any) -> int:
+        if a not in self.hints:
+            e = self.expressions.get(a)
+            self.hints[a] = UNKNOWN if e is None else example_value(self.shape_env, e, UNKNOWN)
+        return self.hints[a]
 
     def scalar(self, e: sympy.Expr) -> Expr | None:
         """A float computed from sizes, as a float64 expression; None where an operation has no primitive."""

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from checks import check, close, compiles
 
+import dicp.compiler
+
 
 def r(*shape: int) -> torch.Tensor:
     return torch.randn(shape)
@@ -54,6 +56,26 @@ CASES = {
     "mutation": (lambda x: x.mul_(2).sum(0), lambda n: (r(n, 3),)),
     "two_symbols": (lambda x, y: x[:, None] * y[None], lambda n: (r(n), r(2 * n + 1))),
 }
+
+
+def test_temporaries_of_several_sizes_share_the_arena_whichever_is_the_largest() -> None:
+    """What lies on what is decided at the first sizes; the offsets follow the sizes of each call."""
+
+    def chain(x, y, w):
+        a = (x.softmax(1) @ w).softmax(1)
+        b = (y.softmax(1) @ w).softmax(1)
+        return (a @ w).softmax(1).sum(0) @ w + (b @ w).softmax(1).sum(0) @ (a.sum(0) * w)
+
+    programs: list = []
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, backend="dicp_cpu", dynamic=True, fullgraph=True)
+    w = r(32, 32)
+    with dicp.compiler.observe(programs.append):
+        for n, m in [(200, 30), (30, 200), (64, 64), (1, 9), (200, 30)]:
+            x, y = r(n, 32), r(m, 32)
+            torch.testing.assert_close(compiled(x, y, w), chain(x, y, w), rtol=1e-4, atol=1e-5)
+    plan, text = programs[0].program.plan, programs[0].program.sources["call.py"]
+    assert plan.maxima and "@per_size\ndef arena(" in text
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,9 +13,9 @@ from lowered import Kernels, compiled
 
 from dicp.ir import index as ix
 from dicp.runtime.program import Program
-from dicp.schedule import memory
-from dicp.schedule.lifetime import Lifetime
-from dicp.schedule.memory import ALIGN, Plan, touched
+from dicp.schedule.lifetime import Lifetime, most_alive
+from dicp.schedule.memory import ALIGN, touched
+from dicp.schedule.placement import by_size, stacked
 from dicp.vendor.base import Claim
 
 LIBRARY = Kernels({"mm": Claim("mm", lambda writer, call: [], out=True)})
@@ -25,48 +25,65 @@ lifetimes = st.lists(
 )
 
 
-def lives_of(drawn: list[tuple[int, int, int]], size: Any = lambda n: n) -> list[Lifetime]:
-    return [
-        Lifetime(f"b{k}", size(n * ALIGN), start, start + length) for k, (n, start, length) in enumerate(drawn)
-    ]
+def lives_of(drawn: list[tuple[int, int, int]]) -> list[Lifetime]:
+    return [Lifetime(f"b{k}", n * ALIGN, start, start + length) for k, (n, start, length) in enumerate(drawn)]
 
 
-def overlap(a: Lifetime, b: Lifetime) -> bool:
-    return a.start <= b.end and b.start <= a.end
+def check_apart(lives: list[Lifetime], offset: dict[str, int], nbytes: dict[str, int]) -> None:
+    for a in lives:
+        for b in lives:
+            if a is not b and a.overlaps(b) and nbytes[a.name] and nbytes[b.name]:
+                lo, hi = offset[a.name], offset[a.name] + nbytes[a.name]
+                assert hi <= offset[b.name] or offset[b.name] + nbytes[b.name] <= lo
 
 
 @settings(max_examples=300, deadline=None)
 @given(lifetimes)
 def test_live_buffers_never_overlap(drawn: list[tuple[int, int, int]]) -> None:
-    lives, plan = lives_of(drawn), Plan()
-    memory._greedy_by_size(lives, plan)
-    for a in lives:
-        assert plan.offset[a.name] % ALIGN == 0 and plan.offset[a.name] + a.nbytes <= plan.size
-        for b in lives:
-            if a is not b and overlap(a, b):
-                lo, hi = plan.offset[a.name], plan.offset[a.name] + a.nbytes
-                assert hi <= plan.offset[b.name] or plan.offset[b.name] + b.nbytes <= lo
+    lives = lives_of(drawn)
+    nbytes = {x.name: x.nbytes for x in lives}
+    placed = by_size(lives)
+    stack = stacked(placed, nbytes)
+    assert stack.offset == {p.life.name: p.offset for p in placed} and not stack.maxima
+    check_apart(lives, stack.offset, nbytes)
+    assert all(at % ALIGN == 0 and at + nbytes[n] <= stack.size for n, at in stack.offset.items())
     alive = [sum(x.nbytes for x in lives if x.start <= k <= x.end) for k in range(20)]
-    assert plan.lower_bound == max(alive) <= plan.size <= sum(x.nbytes for x in lives)
+    assert most_alive(lives) == max(alive) <= stack.size <= sum(nbytes.values())
 
 
-@settings(max_examples=200, deadline=None)
-@given(lifetimes, st.integers(1, 9))
-def test_symbolic_slots_hold_one_live_buffer_of_their_size(
-    drawn: list[tuple[int, int, int]], value: int
+@settings(max_examples=300, deadline=None)
+@given(lifetimes, st.lists(st.sampled_from("mnk"), min_size=25, max_size=25), st.data())
+def test_a_plan_at_one_size_holds_at_all_others(
+    drawn: list[tuple[int, int, int]], symbols: list[str], data: Any
 ) -> None:
-    symbol = ix.of(ix.Var("s0", None, 1))
-    lives, plan = lives_of([(n % 3 + 1, a, b) for n, a, b in drawn], lambda n: n * symbol), Plan()
-    memory._by_equal_size(lives, plan)
-    for a in lives:
-        for b in lives:
-            if a is not b and overlap(a, b):
-                at = [ix.evaluate(plan.offset[x.name], lambda _: value) for x in (a, b)]
-                size = [ix.evaluate(x.nbytes, lambda _: value) for x in (a, b)]
-                assert at[0] + size[0] <= at[1] or at[1] + size[1] <= at[0]
-    assert ix.nonnegative(
-        plan.size - max((x.nbytes for x in lives), key=lambda n: ix.evaluate(n, lambda _: 1))
-    )
+    """Buffers of n, m and k rows, planned where each is 1, at sizes that make other ones the largest."""
+    lives = lives_of(drawn)
+    nbytes = {x.name: x.nbytes * ix.of(ix.Var(s, None, 0)) for x, s in zip(lives, symbols, strict=False)}
+    stack = stacked(by_size(lives), nbytes)
+
+    def at(values: dict[str, int]) -> tuple[dict[str, int], int]:
+        for symbol, ends in stack.maxima.items():
+            values[symbol.name] = max(ix.evaluate(n, lambda a: values[a.key]) for n in ends)
+        env = lambda a: values[a.key]  # noqa: E731
+        return {n: ix.evaluate(o, env) for n, o in stack.offset.items()}, ix.evaluate(stack.size, env)
+
+    placed = by_size(lives)
+    assert at(dict.fromkeys("mnk", 1))[0] == {p.life.name: p.offset for p in placed}
+    values = {s: data.draw(st.integers(0, 9)) for s in "mnk"}
+    offset, size = at(dict(values))
+    real = {n: ix.evaluate(b, lambda a: values[a.key]) for n, b in nbytes.items()}
+    check_apart(lives, offset, real)
+    assert all(offset[n] + real[n] <= size for n in real)
+
+
+def test_of_ends_that_can_be_compared_no_maximum_is_taken() -> None:
+    n = ix.of(ix.Var("n", None, 2))
+    lives = [Lifetime("a", 256, 0, 1), Lifetime("b", 128, 2, 3), Lifetime("c", 64, 1, 2)]
+    stack = stacked(by_size(lives), {"a": 128 * n, "b": 64 * n, "c": 32 * n})
+    assert stack.offset == {"a": 0, "b": 0, "c": 128 * n}
+    assert stack.size == 160 * n and not stack.maxima
+    stack = stacked(by_size(lives), {"a": 128 * n, "b": 64 * ix.of(ix.Var("m", None, 2)), "c": 32 * n})
+    assert str(stack.offset["c"]) == "at0" and str(stack.size) == "at0 + 32*n"
 
 
 def check_plan(p: Program) -> None:

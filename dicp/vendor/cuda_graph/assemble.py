@@ -174,17 +174,9 @@ class DeviceRunner(Runner):
 
     def _take_arena(self) -> None:
         if self.plan.offset:
-            self.lines.append(
-                f"arena = empty({self._rounded(self.plan.size)}, dtype=torch.uint8, device=device)"
-            )
-            self.lines.append("base = arena.data_ptr()")
-
-    def _rounded(self, size: Index) -> str:
-        return (
-            str(-(-size // 16) * 16 + 16)
-            if isinstance(size, int)
-            else f"({self._text(size)} + 31) // 16 * 16"
-        )
+            # 16 more bytes, so that a window at the end is whole elements of every dtype
+            self.lines.append(f"block = empty({self._arena_bytes()} + 16, dtype=torch.uint8, device=device)")
+            self.lines.append("base = block.data_ptr()")
 
     def _give_arena(self) -> None:
         if self.checks and self.interpret:
@@ -308,10 +300,10 @@ class DeviceRunner(Runner):
     def _arena_as(self, dtype: torch.dtype) -> str:
         """The arena's name as elements of a dtype, declared at first use."""
         if dtype == torch.uint8:
-            return "arena"
+            return "block"
         if dtype not in self.views:
-            name = self.views[dtype] = f"arena_{str(dtype).removeprefix('torch.')}"
-            self.lines.append(f"{name} = arena.view({dtype})")
+            name = self.views[dtype] = f"block_{str(dtype).removeprefix('torch.')}"
+            self.lines.append(f"{name} = block.view({dtype})")
         return self.views[dtype]
 
     # -- library calls ---------------------------------------------------------------------------------------
