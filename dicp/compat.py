@@ -55,6 +55,11 @@ def example_value(shapes: ShapeEnv | None, size: sympy.Expr, unknown: int) -> in
     return int(size.xreplace({s: values.get(s, sympy.Integer(unknown)) for s in size.free_symbols}))
 
 
+def symbolic_size(shapes: ShapeEnv, size: sympy.Expr, value: int) -> torch.SymInt:
+    """The size as torch has it. value: what it is at the inputs that were traced."""
+    return shapes.create_symintnode(size, hint=value)  # type: ignore[return-value]
+
+
 @contextmanager
 def quiet_shapes(mode: FakeTensorMode) -> Iterator[None]:
     """Run fake operators so that they leave neither guards nor pending symbols behind."""
@@ -445,16 +450,6 @@ def compiled_frame() -> tuple[str, dict[str, Any]]:
 _CONVERT = "torch._dynamo.convert_frame"
 
 
-def report_output_strides(strides: list[Any]) -> None:
-    """Tell AOTAutograd the strides that a forward graph's outputs have, so that the backward is traced with
-    them."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    if context is not None and context.output_strides is not None and not context.output_strides:
-        context.output_strides.extend(strides)
-
-
 def donate_nothing() -> None:
     """Say of the forward being compiled that its backward overwrites none of the saved values: AOTAutograd
     would refuse `retain_graph=True` for good, once a backward (in the process that filled a cache, say) went
@@ -464,15 +459,6 @@ def donate_nothing() -> None:
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     if metadata is not None:
         metadata.bw_donated_idxs = []
-
-
-def visible_outputs() -> int | None:
-    """How many leading outputs of a forward graph reach the user; the rest is saved for backward."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    return None if metadata is None else int(metadata.num_forward)
 
 
 def views_of_inputs() -> set[int]:

@@ -149,14 +149,18 @@ def inputs_of(p: Program, second: bool = False) -> list[torch.Tensor]:
 
 
 def run(f: Any, p: Program, args: list[torch.Tensor]) -> Result:
-    """(results, gradients, arguments afterwards) of one call."""
+    """(results, the gradient of each argument or None, arguments afterwards) of one call."""
     with torch.set_grad_enabled(p.gradient):
         outs = list(f(*args))
-    grads: list[torch.Tensor | None] = []
-    wanted = [a for a in args if a.requires_grad]
+    grads: list[torch.Tensor | None] = [None] * len(args)
+    wanted = [k for k, a in enumerate(args) if a.requires_grad]
     through = [o for o in outs if o.requires_grad]
     if p.gradient and wanted and through:
-        grads = list(torch.autograd.grad(through, wanted, [cotangent(o) for o in through], allow_unused=True))
+        found = torch.autograd.grad(
+            through, [args[k] for k in wanted], [cotangent(o) for o in through], allow_unused=True
+        )
+        for k, grad in zip(wanted, found, strict=True):
+            grads[k] = grad
     return [o.detach() for o in outs], grads, [a.detach() for a in args]
 
 

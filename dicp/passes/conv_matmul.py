@@ -9,6 +9,7 @@ no copy of x; any other gathers each position's window first (im2col).
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -29,10 +30,11 @@ Part = Literal["result", "input", "weight"]
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """One convolution as the vendor is asked about it: `matmul_pays(part, convolution) -> bool`."""
+    """One convolution as the vendor is asked about it: `matmul_pays(part, convolution) -> bool`. Symbolic
+    sizes are those seen while tracing."""
 
     positions: int
-    """batch * height * width of the result, as seen while tracing"""
+    """batch * height * width of the result"""
     size: tuple[int, int]
     """height and width of the result"""
     channels: tuple[int, int]
@@ -50,7 +52,8 @@ class Convolution:
 
 def convolution_of(node: Node) -> Convolution | None:
     """The convolution that a node computes or differentiates, where a product could stand for it: two
-    dimensions, one group, no dilation, nothing fused, sizes known but for the batch."""
+    dimensions, one group, no dilation, nothing fused; of any size where no window is gathered, else of a
+    known height and width."""
     found = _operands(node)
     if found is None:
         return None
@@ -58,17 +61,20 @@ def convolution_of(node: Node) -> Convolution | None:
     x, weight, result = value_of(x), value_of(weight), value_of(result)
     if x.dim() != 4 or weight.dim() != 4 or groups != 1 or any(d != 1 for d in dilation):
         return None
-    if not all(isinstance(n, int) for n in (*x.shape[1:], *weight.shape, *result.shape[1:])):
+    if not all(isinstance(n, int) for n in (x.shape[1], *weight.shape, result.shape[1])):
         return None
-    return Convolution(
-        positions=size_hint(result.shape[0]) * result.shape[2] * result.shape[3],
-        size=(result.shape[2], result.shape[3]),
+    size = (size_hint(result.shape[2]), size_hint(result.shape[3]))
+    conv = Convolution(
+        positions=size_hint(result.shape[0]) * math.prod(size),
+        size=size,
         channels=(x.shape[1], result.shape[1]),
         window=tuple(weight.shape[2:]),
         stride=_pair(stride),
         padding=_pair(padding),
         dtype=x.dtype,
     )
+    known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:]))
+    return conv if known or conv.pointwise else None
 
 
 def _operands(node: Node) -> tuple[Node, Node, Node, tuple[Any, Any, Any], int] | None:
@@ -132,7 +138,7 @@ def _result(node: Node, conv: Convolution) -> None:
         if bias is None
         else emit(aten.addmm.default, bias, rows, columns)
     )
-    _replace(node, _image(emit, y, value_of(node)))
+    _replace(node, _image(emit, y, node, x, conv))
 
 
 def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
@@ -147,7 +153,7 @@ def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
     rows = _channels_as_rows(emit, grad)
     if of_input and 0 in users:
         dx = emit(aten.mm.default, rows, _flat_weight(emit, weight))
-        _replace(users.pop(0), _image(emit, dx, value_of(x)))
+        _replace(users.pop(0), _image(emit, dx, x, x, conv))
     if of_weight and 1 in users:
         dw = emit(aten.mm.default, emit(aten.permute.default, rows, [1, 0]), _rows(emit, x, conv))
         dw = emit(aten.view.default, dw, list(value_of(weight).shape))
@@ -203,7 +209,9 @@ def _rows(emit: Emitter, x: Any, conv: Convolution) -> Node:
     return emit(aten.view.default, dense, [-1, conv.channels[0] * kh * kw])
 
 
-def _image(emit: Emitter, rows: Node, like: Any) -> Node:
-    """[B*H*W,C] -> [B,C,H,W], channels-last"""
-    _, c, h, w = like.shape
+def _image(emit: Emitter, rows: Node, like: Any, x: Any, conv: Convolution) -> Node:
+    """[B*H*W,C] -> [B,C,H,W], channels-last. x: what symbolic height and width are those of."""
+    _, c, h, w = value_of(like).shape
+    if conv.pointwise:
+        h, w = emit.size(x, 2), emit.size(x, 3)
     return emit(aten.permute.default, emit(aten.view.default, rows, [-1, h, w, c]), [0, 3, 1, 2])

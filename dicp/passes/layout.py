@@ -95,13 +95,16 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
     return gm
 
 
-def repropagate(gm: GraphModule) -> None:
-    """Recompute every meta["val"] after the placeholders' strides were changed from outside."""
+def repropagate(gm: GraphModule, changed: set[Node]) -> None:
+    """Recompute meta["val"] of what follows from placeholders whose strides were changed from outside."""
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes]) or FakeTensorMode()
     with mode, quiet_shapes(mode):
         for node in gm.graph.nodes:
-            if node.op == "call_function":
-                node.meta["val"] = _call(node, {n: value_of(n) for n in node.all_input_nodes})
+            if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
+                old = value_of(node)
+                node.meta["val"] = new = _call(node, {n: value_of(n) for n in node.all_input_nodes})
+                if not isinstance(old, torch.Tensor) or not same_stride(old, new):
+                    changed.add(node)
 
 
 def _is_product(node: Node, vendor: Any) -> bool:

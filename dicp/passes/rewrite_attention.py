@@ -355,7 +355,7 @@ def _apply(found: Attention, vendor: Claims) -> bool:
     if not same_meta(value_of(call), value_of(found.root)):
         result = emit(aten.clone.default, call, memory_format=torch.contiguous_format)
     if rank(found.root) == 3:
-        result = emit(aten.view.default, result, [-1, _size(emit, q, 2), _size(emit, v, 3)])
+        result = emit(aten.view.default, result, [-1, emit.size(q, 2), emit.size(v, 3)])
     if not same_meta(value_of(result), value_of(found.root)) or not vendor.supports(target, call):
         emit.undo()
         return False
@@ -373,14 +373,9 @@ def _split_heads(emit: Emitter, operand: Operand, heads: tuple[Any, Any] | None)
     node = operand.node
     if rank(node) == 3:
         assert heads is not None
-        rows, columns = (_size(emit, node, d) for d in (1, 2))
+        rows, columns = (emit.size(node, d) for d in (1, 2))
         node = emit(aten.view.default, node, [*heads, rows, columns])
     return emit(aten.permute.default, node, _SWAP[4]) if operand.swapped else node
-
-
-def _size(emit: Emitter, node: Node, dim: int) -> Any:
-    size = value_of(node).shape[dim]
-    return size if isinstance(size, int) else emit(aten.sym_size.int, node, dim)
 
 
 def _added_mask(emit: Emitter, mask: Mask, q: Node) -> Node:

@@ -60,9 +60,7 @@ def _apply(linear: Linear, vendor: Claims) -> bool:
     emit = Emitter(linear.root)
     x = linear.x
     if linear.rows is not None:
-        columns = value_of(x).shape[-1]
-        columns = columns if isinstance(columns, int) else emit(aten.sym_size.int, x, 1)
-        x = emit(aten.view.default, x, [*linear.rows, columns])
+        x = emit(aten.view.default, x, [*linear.rows, emit.size(x, 1)])
     ops = torch.ops.dicp
     target = ops.linear.default if linear.stored is None else ops.scaled_linear.default
     weight = (linear.w,) if linear.stored is None else _stored_operands(linear.stored, emit)

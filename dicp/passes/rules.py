@@ -51,6 +51,11 @@ class Emitter:
             self._made.append(insert(self._at.graph, target, args, kwargs, like=self._at, value=value))
         return self._made[-1]
 
+    def size(self, x: Node, dim: int) -> int | Node:
+        """The size of a dim, as an argument of a call."""
+        size = value_of(x).shape[dim]
+        return size if isinstance(size, int) else self(aten.sym_size.int, x, dim)
+
     def undo(self) -> None:
         for node in reversed(self._made):
             node.graph.erase_node(node)

@@ -79,6 +79,7 @@ class Lowering:
         self.out.machine = vendor.machine(config)
         self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(shape_env(gm))
+        self._name_sizes()
         self.values: dict[fx.Node, Any] = {}
         self.node: fx.Node | None = None
         self.mutations: list[tuple[fx.Node, fx.Node]] = []
@@ -93,6 +94,15 @@ class Lowering:
             claims = {n: claim for n in calls if (claim := vendor.claim(n, config)) is not None}
         self.claims = claims
         self.readers = Readers(gm, self.claims, self._sizes)
+
+    def _name_sizes(self) -> None:
+        """Meet the sizes of tensors before what is made of them (strides, numbers of elements): as they are
+        here, they become symbols."""
+        for node in self.gm.graph.nodes:
+            val = node.meta.get("val")
+            for t in val if isinstance(val, (tuple, list)) else (val,):
+                for n in t.shape if isinstance(t, torch.Tensor) and is_strided(t) else ():
+                    self.symbols.index(n)
 
     # -- the walk ------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from dicp.compat import example_value
+from dicp.compat import example_value, symbolic_size
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -19,15 +19,16 @@ UNKNOWN = 256  # what a size counts as that the example does not tell
 
 
 class Symbols:
-    """Converts sizes to Index. `host` holds the expressions that are not polynomials with floor division and
-    modulo:
-    they become size symbols of their own, computed once per call."""
+    """Converts sizes to Index. `host` holds the expressions that are not polynomials with modulo: they become
+    size symbols of their own, computed once per call."""
 
     def __init__(self, shape_env: Any | None) -> None:
         self.shape_env = shape_env
         self.backed: dict[sympy.Symbol, Var] = {}
         self.host: dict[sympy.Expr, Var] = {}
         self.expressions: dict[Var, sympy.Expr] = {}
+        self.converted: dict[sympy.Expr, Index] = {}
+        self.quotients: dict[sympy.Expr, Index] = {}  # what floor divisions are
         self.hints: dict[Var, int] = {}  # values in the example
         self.given: set[sympy.Symbol] = set()  # known when the program starts: its inputs tell them
 
@@ -39,7 +40,10 @@ class Symbols:
             return self.index(value.node.expr)
         if isinstance(value, sympy.Integer):
             return int(value)
-        return self._convert(sympy.sympify(value))
+        e = sympy.sympify(value)
+        if e not in self.converted:
+            self.converted[e] = self._convert(e)
+        return self.converted[e]
 
     def _convert(self, e: sympy.Expr) -> Index:
         if isinstance(e, sympy.Integer):
@@ -47,6 +51,9 @@ class Symbols:
         if isinstance(e, sympy.Symbol):
             return ix.of(self._symbol(e))
         if isinstance(e, sympy.Add):
+            quotient, shift = _shifted_quotient(e)
+            if quotient is not None and self._is_division(quotient):
+                return self._quotient(quotient, shift)
             total: Index = 0
             for a in e.args:
                 total = total + self._convert(a)
@@ -57,15 +64,32 @@ class Symbols:
             return ix.product(self._convert(a) for a in e.args)
         if isinstance(e, sympy.Pow) and isinstance(e.exp, sympy.Integer) and e.exp > 0:
             return ix.product([self._convert(e.base)] * int(e.exp))
-        if isinstance(e, (FloorDiv, CleanDiv)) and ix.nonnegative(self._convert(e.args[1]) - 1):
-            return ix.floordiv(self._convert(e.args[0]), self._convert(e.args[1]))
+        if self._is_division(e):
+            return self._quotient(e, 0)
         if isinstance(e, (Mod, PythonMod)) and ix.nonnegative(self._convert(e.args[1]) - 1):
             return ix.mod(self._convert(e.args[0]), self._convert(e.args[1]))
+        return ix.of(self._on_host(e))
+
+    def _on_host(self, e: sympy.Expr) -> Var:
         if e not in self.host:
             var = Var(f"h{len(self.host)}", None, self._low(e))
             self.host[e] = var
             self.expressions[var] = e
-        return ix.of(self.host[e])
+        return self.host[e]
+
+    def _is_division(self, e: sympy.Expr) -> bool:
+        return isinstance(e, (FloorDiv, CleanDiv)) and ix.nonnegative(self._convert(e.args[1]) - 1)
+
+    def _quotient(self, e: sympy.Expr, shift: int) -> Index:
+        """A floor division plus a number. The first such sum becomes a symbol, and later ones are made of it:
+        what a convolution leaves of a size, 1 + (n - 1) // 2, then stays one factor in the products that
+        sizes and positions are, which can be told apart again."""
+        if e not in self.quotients:
+            plain = ix.floordiv(self._convert(e.args[0]), self._convert(e.args[1]))
+            if any(isinstance(a, ix.Div) for a in ix.atoms(plain)):
+                plain = ix.of(self._on_host(e + shift)) - shift
+            self.quotients[e] = plain
+        return self.quotients[e] + shift
 
     def hint(self, i: Index) -> int:
         """The value of an index at the sizes of the example; sizes that it does not tell count as 256."""
@@ -76,6 +100,10 @@ class Symbols:
             e = self.expressions.get(a)
             self.hints[a] = UNKNOWN if e is None else example_value(self.shape_env, e, UNKNOWN)
         return self.hints[a]
+
+    def size(self, i: Index) -> int | torch.SymInt:
+        """An index as torch has it."""
+        return ix.evaluate(i, lambda a: symbolic_size(self.shape_env, self.expressions[a], self._hint(a)))  # type: ignore[no-any-return, index]
 
     def scalar(self, e: sympy.Expr) -> Expr | None:
         """A float computed from sizes, as a float64 expression; None where an operation has no primitive."""
@@ -142,3 +170,9 @@ class Symbols:
         except (AttributeError, KeyError, TypeError, ValueError):
             return 0
         return int(low) if isinstance(low, (int, sympy.Integer)) and low > 0 else 0
+
+
+def _shifted_quotient(e: sympy.Add) -> tuple[sympy.Expr | None, int]:
+    """(q, c) of a floor division plus a number, q + c."""
+    number, rest = e.as_coeff_Add()
+    return (rest, int(number)) if isinstance(rest, (FloorDiv, CleanDiv)) else (None, 0)

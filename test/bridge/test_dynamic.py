@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from checks import check, close, compiles
 
 import dicp.compiler
+from dicp.schedule.defs import Buffer
 
 
 def r(*shape: int) -> torch.Tensor:
@@ -76,6 +77,32 @@ def test_temporaries_of_several_sizes_share_the_arena_whichever_is_the_largest()
             torch.testing.assert_close(compiled(x, y, w), chain(x, y, w), rtol=1e-4, atol=1e-5)
     plan, text = programs[0].program.plan, programs[0].program.sources["call.py"]
     assert plan.maxima and "@per_size\ndef arena(" in text
+
+
+def test_saved_activations_of_symbolic_sizes_keep_their_layout() -> None:
+    """The backward takes them channels-last, as the forward leaves them."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(8, 64, 3, stride=2, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU()]
+    layers += [torch.nn.Conv2d(64, 64, 1), torch.nn.BatchNorm2d(64), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers, torch.nn.Conv2d(64, 24, 1), torch.nn.BatchNorm2d(24))
+    programs: list = []
+    compiled = torch.compile(model, backend="dicp_cpu", dynamic=True, fullgraph=True)
+    with dicp.compiler.observe(programs.append):
+        for n, side in [(6, 33), (2, 46), (5, 21)]:
+            found = []
+            for f in (model, compiled):
+                model.zero_grad()
+                x = r(n, 8, side, side + 2).requires_grad_()
+                torch.manual_seed(n)
+                x.data.normal_()
+                (f(x) * torch.linspace(-1, 1, 24)[:, None, None]).square().mean().backward()
+                found.append([x.grad, *(p.grad for p in model.parameters())])
+            for ours, eager in zip(found[1], found[0], strict=True):
+                torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-6)
+    assert [p.role for p in programs] == ["forward", "backward"]
+    saved = [b for b in programs[1].program.lowered.inputs if isinstance(b, Buffer) and len(b.shape) == 4]
+    images = [b for b in saved if not all(isinstance(n, int) for n in b.shape)]
+    assert any(b.strides[1] == 1 for b in images), [b.strides for b in images]
 
 
 @pytest.mark.parametrize("name", CASES)

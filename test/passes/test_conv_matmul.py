@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,33 @@ graph(arg0_1: f32[2,3,5,4], arg1_1: f32[6,3,1,1], arg2_1: f32[6]):
   return v7
 """,
         )
+
+    def test_window_of_one_over_symbolic_sizes(self) -> None:
+        def convolve(window: int) -> Any:
+            conv = torch.nn.Conv2d(3, 6, window, bias=False).requires_grad_(False)
+            return canonicalize(graph_of(lambda x: conv(last(x.relu())), (2, 3, 5, 7), dynamic=True))
+
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv_matmul, convolve(1), Products())),
+            """\
+graph(arg0_1: Sym(s0), arg1_1: Sym(s1), arg2_1: Sym(s2), arg3_1: f32[s0,3,s1,s2], arg4_1: f32[6,3,1,1]):
+  v0: f32[s0,3,s1,s2] = relu(arg3_1)
+  v1: f32[s0,3,s1,s2] = clone(v0, memory_format=channels_last)
+  v2: f32[6,3] = view(arg4_1, [6,3])
+  v3: f32[3,6] = permute(v2, [1,0])
+  v4: f32[s0,s1,s2,3] = permute(v1, [0,2,3,1])
+  v5: f32[s0*s1*s2,3] = view(v4, [-1,3])
+  v6: f32[s0*s1*s2,6] = mm(v5, v3)
+  v7: Sym(s1) = sym_size.int(v1, 2)
+  v8: Sym(s2) = sym_size.int(v1, 3)
+  v9: f32[s0,s1,s2,6] = view(v6, [-1,v7,v8,6])
+  v10: f32[s0,6,s1,s2] = permute(v9, [0,3,1,2])
+  return v10
+""",
+        )
+        windows = convolve(2)  # a copy of each window, of how many nobody knows
+        text = show(windows)
+        self.assertEqual(show(self.check(rewrite_conv_matmul, windows, Products())), text)
 
     def test_larger_window_gathers(self) -> None:
         g = graph_of(

@@ -152,6 +152,27 @@ kernel add(arg0_1: bf16, t0: bf16*)
 
         assert text(compiled(f, (8, 6), numerics="eager")).count("exp(") == 1
 
+    def test_size_that_a_window_leaves_is_a_symbol(self) -> None:
+        """1 + (n - 1) // 2: positions that are taken apart by it can be put together again."""
+
+        def f(x):
+            y = x[:, ::2] * 2
+            return y.reshape(-1).exp().reshape(y.shape)
+
+        p = compiled(f, torch.randn(4, 9), dynamic=True)
+        m, n = (str(size) for size in p.lowered.inputs[-1].shape)
+        self.assertExpectedInline(
+            text(p).replace(m, "m").replace(n, "n"),
+            """\
+kernel view(arg2_1: f32, t0: f32*) sizes h0, n, m
+  for i0 < m, i1 < h0
+  v0: f32 = arg2_1[i0*n + 2*i1]
+  v1: f32 = mul(v0, 2.0:f32)
+  v2: f32 = exp(v1)
+  t0[h0*i0 + i1] = v2
+""",
+        )
+
     def test_symbolic_sizes_are_parameters(self) -> None:
         p = compiled(lambda x: x.sum(1), (4, 8), dynamic=True)
         symbols = sorted(v.name for v in p.launches[0].kernel.sizes)
