@@ -15,6 +15,7 @@ from dicp.dynamo_bridge import saved
 from dicp.dynamo_bridge.activations import Activations, result_names
 from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
+from dicp.passes.norms import round_normalised
 from dicp.passes.rematerialize import rematerialize
 from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
@@ -71,6 +72,7 @@ def compile_joint(
     def partitioned(forward: fx.GraphModule, backward: fx.GraphModule, visible: int) -> None:
         if _has_effects(forward):
             return
+        round_normalised(forward, backward)
         made = rematerialize(forward, backward, visible)
         activations.partitioned(backward, visible)
         if made.values:

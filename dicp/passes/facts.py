@@ -18,6 +18,9 @@ FREE_OUTPUTS = "dicp_free_outputs"
 VIEWS_OF_INPUTS = "dicp_views_of_inputs"
 """Key of `gm.meta`: indices of outputs that are views of inputs the graph writes, and share their memory."""
 
+ROUNDED = "dicp_rounded"
+"""Key of `node.meta`: the value is rounded to its dtype also where it is not written to memory."""
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 

@@ -28,7 +28,7 @@ from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
 from dicp.ops.table import Declined, table
-from dicp.passes.facts import writes_input
+from dicp.passes.facts import ROUNDED, writes_input
 from dicp.passes.freeze import PACKED
 from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused, slice_read_from_data
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
@@ -230,7 +230,7 @@ class Lowering:
         expr = value(idx)
         if expr.op in ("at", "const", "index") or (expr.op == "cast" and expr.args[0].op == "at"):
             return value
-        if self.config.numerics == "eager":
+        if self.config.numerics == "eager" or ROUNDED in result.meta:
             value = self._rounded(value)
             expr = value(idx)
         if self.readers.want_buffer(result, expr, value.shape, uses):
