@@ -79,11 +79,12 @@ class Expr:
     """One scalar operation. `note` (op and user line, for comments in generated code) takes no part in
     equality."""
 
-    __slots__ = ("_hash", "args", "dtype", "note", "op")
+    __slots__ = ("_children", "_hash", "args", "dtype", "note", "op")
 
     def __init__(self, op: str, args: tuple[Any, ...], dtype: torch.dtype, note: str | None = None) -> None:
         self.op, self.args, self.dtype, self.note = op, args, dtype, note
         self._hash = hash((op, args, dtype, type(args[0]) if op == "const" else None))
+        self._children: tuple[Expr, ...] | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -311,8 +312,14 @@ def at_least(i: Index, n: Index) -> Expr:
     return Expr("ge", (index_value(i), index_value(n)), torch.bool)
 
 
-def children(x: Expr) -> Iterator[Expr]:
+def children(x: Expr) -> tuple[Expr, ...]:
     """The expressions x reads, those inside its index atoms too."""
+    if x._children is None:  # found once: walks over expressions are much of a compile
+        x._children = tuple(_children(x))
+    return x._children
+
+
+def _children(x: Expr) -> Iterator[Expr]:
     for a in x.args:
         if isinstance(a, Expr):
             yield a
@@ -343,8 +350,12 @@ def walk(*roots: Expr) -> list[Expr]:
         if x in seen:
             continue
         seen.add(x)
-        stack.append((x, True))
-        stack.extend((c, False) for c in reversed(list(children(x))) if c not in seen)
+        below = x._children if x._children is not None else children(x)
+        if below:
+            stack.append((x, True))
+            stack += [(c, False) for c in reversed(below) if c not in seen]
+        else:
+            out.append(x)
     return out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from dicp.ir import index as ix
@@ -64,6 +65,7 @@ class Program:
         """What the Python function does itself between segments: externs, and reads and checks of numbers."""
         return [i for i in self.items if isinstance(i, Call) and i.claim is None]
 
+    @cached_property
     def sizes(self) -> list[Var]:
         """Size symbols that native code may name, in a fixed order."""
         found: dict[str, Var] = {}

@@ -48,7 +48,7 @@ class Runner:
     def __init__(self, program: Program, natives: dict[int, NativeSegment]) -> None:
         self.program, self.natives = program, natives
         self.lowered, self.plan = program.lowered, program.plan
-        self.symbols = program.sizes()
+        self.symbols = program.sizes
         self.bound: set[str] = set()
         self.names: dict[str, str] = {}  # buffer root -> Python tensor name
         self.globals: dict[str, Any] = {

@@ -145,7 +145,7 @@ def test_dynamic_false_compiles_each_size() -> None:
         for n in (5, 6, 7):
             compiled(r(n))
     assert len(found) == 3
-    assert not any(c.program.sizes() for c in found)
+    assert not any(c.program.sizes for c in found)
 
 
 def test_sizes_go_in_and_out() -> None:

@@ -88,7 +88,7 @@ def _lines(step: Segment) -> tuple[str, ...]:
 
 def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool) -> SegmentWriter:
     writer = SegmentWriter(
-        f"segment{step.number}", program.plan, names, [v.name for v in program.sizes()], timed, step.late
+        f"segment{step.number}", program.plan, names, [v.name for v in program.sizes], timed, step.late
     )
     sequence: list[Any] = []
     for k, item in enumerate(step.items):
