@@ -55,8 +55,8 @@ def example_value(shapes: ShapeEnv | None, size: sympy.Expr, unknown: int) -> in
     return int(size.xreplace({s: values.get(s, sympy.Integer(unknown)) for s in size.free_symbols}))
 
 
-def symbolic_size(shapes: ShapeEnv, size: sympy.Expr, value: int) -> torch.SymInt:
-    """The size as torch has it. value: what it is at the inputs that were traced."""
+def symbolic_size(shapes: Any, size: sympy.Expr, value: int | None) -> torch.SymInt:
+    """The size as torch has it. value: what it is at the inputs traced, None if it is read from data."""
     return shapes.create_symintnode(size, hint=value)  # type: ignore[return-value]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dicp.ir.expr import LOW_PRECISION
-from dicp.ir.verify import insert
+from dicp.ir.verify import insert, same_stride
 from dicp.passes.facts import ROUNDED, aten, base_of, prims, value_of
 
 _BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
@@ -38,6 +38,7 @@ def is_norm(node: Node) -> bool:
 
 
 def is_statistic(node: Node) -> bool:
+    """Whether the node is a norm's mean or reciprocal deviation."""
     norm = node.args[0] if node.target is operator.getitem else None
     return isinstance(norm, Node) and norm.target in NORMS and node.args[1] in (1, 2)
 
@@ -74,7 +75,7 @@ def normalise(call: Node, here: dict[Node, Node], graph: Graph) -> Node:
             again = emit(norm.target, *args)
         return emit(operator.getitem, again, 0)
     result, like_input = value_of(call), value_of(x)
-    same = like_input.dtype == result.dtype and like_input.stride() == result.stride()
+    same = like_input.dtype == result.dtype and same_stride(like_input, result)
     known = result if same and result.dtype in (torch.float32, torch.float64) else None
 
     def element(target: Any, *args: Any) -> Node:

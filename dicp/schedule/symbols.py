@@ -103,7 +103,13 @@ class Symbols:
 
     def size(self, i: Index) -> int | torch.SymInt:
         """An index as torch has it."""
-        return ix.evaluate(i, lambda a: symbolic_size(self.shape_env, self.expressions[a], self._hint(a)))  # type: ignore[no-any-return, index]
+
+        def symbol(a: Any) -> torch.SymInt:
+            e = self.expressions[a]
+            read = any(symbol_is_type(s, SymT.UNBACKED_INT) for s in e.free_symbols)
+            return symbolic_size(self.shape_env, e, None if read else self._hint(a))
+
+        return ix.evaluate(i, symbol)  # type: ignore[no-any-return]
 
     def scalar(self, e: sympy.Expr) -> Expr | None:
         """A float computed from sizes, as a float64 expression; None where an operation has no primitive."""

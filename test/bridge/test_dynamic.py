@@ -177,6 +177,24 @@ def test_symbolic_training() -> None:
     assert [c.role for c in found] == ["forward", "backward"]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_training_over_rows_that_a_mask_selects(dynamic: bool) -> None:
+    """Saved values, products and a norm of a size that is read from data."""
+    torch.manual_seed(0)
+    w = r(8, 8).requires_grad_()
+
+    def f(x, mask):
+        rows = F.layer_norm(F.gelu(x[mask] @ w), (8,))
+        return (rows.t().contiguous().sin() * 2).sum(1)
+
+    x, mask = r(40, 8).requires_grad_(), torch.rand(40) > 0.5
+    found = []
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for g in (f, torch.compile(f, backend="dicp_cpu", dynamic=dynamic, fullgraph=True)):
+            found.append(torch.autograd.grad(g(x, mask).square().sum(), (x, w)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_size_read_from_data() -> None:
     """An unbacked size: an extern call finds it, kernels use it."""
 

@@ -114,7 +114,7 @@ def _for_blas(node: fx.Node) -> bool:
     allocates its result, which costs more than it gains where that is large."""
     left, result = node.args[-2].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     rows, nbytes = size_hint(result.shape[0]), size_hint(result.numel()) * result.element_size()
-    return left.stride(-1) != 1 or (nbytes >= LARGE_RESULT and rows >= MANY_ROWS)
+    return not known_equal(left.stride(-1), 1) or (nbytes >= LARGE_RESULT and rows >= MANY_ROWS)
 
 
 def addmm(node: fx.Node, config: Any) -> list[Claim]:
