@@ -41,6 +41,7 @@ CASES = {
     "norm": (lambda x: F.layer_norm(x, x.shape[-1:]), lambda n: (r(3, n),)),
     "mlp": (mlp, lambda n: (r(n, 8), r(16, 8), r(16))),
     "matmul": (lambda x: x @ x.t(), lambda n: (r(n, 12),)),
+    "windows_matmul": (lambda x: (y := x.unfold(0, 2, 1)) @ y.mT, lambda n: (r(n + 1),)),
     "batched_matmul": (lambda x: torch.bmm(x, x.mT), lambda n: (r(2, n, 12),)),
     "cat": (lambda x, y: torch.cat([x, y * 2]), lambda n: (r(n, 4), r(2 * n, 4))),
     "slices": (lambda x: (x[1:], x[:-1] + x[1:], x[::2]), lambda n: (r(n + 2, 3),)),

@@ -195,12 +195,10 @@ def _operands(*positions: int, weight: int) -> Callable[..., Sequence[Any]]:
 
 
 def _nests(v: View) -> bool:
-    """Whether a matrix is rows, or columns, one behind the other, as far as strides are numbers."""
+    """Whether a matrix is rows, or columns, one behind the other, for all of its sizes."""
     for inner, outer in ((-1, -2), (-2, -1)):
         if v.strides[inner] == 1 or v.shape[inner] == 1:
-            step, length = v.strides[outer], v.shape[inner]
-            known = isinstance(step, int) and isinstance(length, int)
-            if v.shape[outer] == 1 or not known or step >= length:  # type: ignore[operator]
+            if v.shape[outer] == 1 or ix.nonnegative(v.strides[outer] - v.shape[inner]):
                 return True
     return False
 
