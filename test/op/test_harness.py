@@ -456,6 +456,9 @@ def test_a_sum_in_fp64_may_err_as_the_reference_does() -> None:
     assert moved / torch.finfo(torch.float64).eps == pytest.approx(64, rel=0.02)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch 2.11 copies that gradient right: there is no finding"
+)
 def test_a_finding_is_upstreams_only_where_its_results_are_ours() -> None:
     """AOTAutograd copies the gradient of a result whose elements overlap into memory that overlaps, too."""
     from torch._dynamo.backends.common import aot_autograd
