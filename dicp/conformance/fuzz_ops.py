@@ -357,7 +357,7 @@ def _matmul(rng: random.Random, t: list[torch.Tensor]) -> Answer:
         return _one_of(
             rng,
             "{0} @ {1}.mT",
-            "torch.softmax({0} @ {1}.mT, -1) @ {1}",
+            "torch.softmax({rounded}({0} @ {1}.mT), -1) @ {1}",
             "F.scaled_dot_product_attention({0}, {1}, {1})" if a.dim() >= 3 else "{0} @ {1}.mT",
         )
     return None

@@ -8,7 +8,7 @@ rounding alone may do to this program.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +85,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Statement:
-    """`out = text` with `{0}`, `{1}` filled by args; out None for writes. noisy: its result is rounded."""
+    """`out = text` with `{0}`, `{1}` filled by args; out None for writes. noisy: its result is rounded.
+    `{rounded}(...)` in the text: a part of it whose result is rounded, too."""
 
     out: str | None
     text: str
@@ -95,8 +96,12 @@ class Statement:
 
     def source(self) -> str:
         """One line of Python."""
-        call = self.text.format(*self.args)
+        call = self.call(self.args)
         return call if self.out is None else f"{self.out} = {call}"
+
+    def call(self, args: Iterable[str], rounded: str = "") -> str:
+        """The text. rounded: what is called with parts that are rounded."""
+        return self.text.format(*args, rounded=rounded)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Program:
         for s in self.body:
             line = s.source()
             if noisy and s.noisy and s.out is not None:
-                call = s.text.format(*(f"pull({a}, {a!r})" for a in s.args))
+                call = s.call((f"pull({a}, {a!r})" for a in s.args), f"(lambda t: push(t, {s.out!r}))")
                 line = f"{s.out} = push({call}, {s.out!r}, {', '.join(s.args)})"
             if noisy and s.out in copies:
                 line += ".clone()"
@@ -226,7 +231,7 @@ def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]
     # push.
     text = [lines[0]]
     for s in p.body:
-        call = s.text.format(*s.args)
+        call = s.call(s.args)
         text.append("    " + (f"{s.out} = push({call}, {s.out!r})" if s.out is not None else call))
     run(
         function("\n".join([*text, lines[-1]]), push=push),

@@ -133,7 +133,7 @@ def _shapes(p: Program) -> dict[str, tuple[tuple[int, ...], str]]:
 
     lines = [f"def f({', '.join(i.name for i in p.inputs)}):"]
     for s in p.body:
-        call = s.text.format(*s.args)
+        call = s.call(s.args)
         lines.append("    " + (call if s.out is None else f"{s.out} = note({call}, {s.out!r})"))
     try:
         with torch.no_grad():

@@ -404,6 +404,22 @@ def test_the_reference_copies_where_the_program_does() -> None:
     assert torch.equal(v, -x.double()) and torch.equal(kept, x.double()) and grad is not None
 
 
+def test_part_of_a_statement_may_be_rounded_too() -> None:
+    """The scores of an attention are large, and a probability is as far off as they are: eps times their size."""
+    from dicp.conformance.fuzz_program import Input, Program, Statement, reference
+
+    text = "torch.softmax({rounded}({0} * 64), -1)"
+    p = Program(
+        1, (Input("x0", (3,), "float64"),), (Statement("v0", text, ("x0",), True, "matmul"),), ("v0",), False, False
+    )
+    assert "v0 = torch.softmax((x0 * 64), -1)" in p.source()
+    args = [torch.tensor([1.0, 1.001, 1.002], dtype=torch.float64)]
+    exact, *moved = (reference(p, args, {"v0": torch.float64}, k) for k in range(6))
+    assert exact is not None
+    off = max(float((m[0][0] / exact[0][0] - 1).abs().max()) for m in moved if m is not None)
+    assert 8 < off / torch.finfo(torch.float64).eps < 256
+
+
 def test_gradients_are_those_of_the_arguments() -> None:
     """Eager lets an input need gradients once a tensor that does is written to it; AOTAutograd does not."""
     from dicp.conformance.fuzz_program import Input, Program, Statement, differs, inputs_of, run
