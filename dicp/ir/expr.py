@@ -350,7 +350,7 @@ def walk(*roots: Expr) -> list[Expr]:
         if x in seen:
             continue
         seen.add(x)
-        below = x._children if x._children is not None else children(x)
+        below = children(x)
         if below:
             stack.append((x, True))
             stack += [(c, False) for c in reversed(below) if c not in seen]

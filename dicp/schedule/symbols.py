@@ -19,8 +19,8 @@ UNKNOWN = 256  # what a size counts as that the example does not tell
 
 
 class Symbols:
-    """Converts sizes to Index. `host` holds the expressions that are not polynomials with modulo: they become
-    size symbols of their own, computed once per call."""
+    """Converts sizes to Index. `host` holds the expressions that are not polynomials with modulo, floor
+    divisions among them: they become size symbols of their own, computed once per call."""
 
     def __init__(self, shape_env: Any | None) -> None:
         self.shape_env = shape_env

@@ -102,24 +102,15 @@ def test_backward_in_bfloat16_is_as_near_to_exact_as_eagers() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 64])
-@pytest.mark.parametrize("norm", ["layer", "group", "batch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norm_of_equal_elements_has_no_spurious_gradient(dtype: torch.dtype, norm: str, columns: int) -> None:
+def test_norm_of_equal_elements_has_no_spurious_gradient(dtype: torch.dtype, columns: int) -> None:
     """x - mean is 0 there only if both are of the same rounding of x, and anything else times 1 / sqrt(eps)."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        y = F.gelu(x)
-        if norm == "layer":
-            return F.layer_norm(y, (columns,)).sin()
-        if norm == "group":
-            return F.group_norm(y.t()[None], 1)[0].sin()
-        return F.batch_norm(y.t()[None], None, None, training=True).sin()
+        return F.layer_norm(F.gelu(x), (columns,)).sin()
 
     torch.manual_seed(0)
-    rows = {"layer": 3000, "group": 3, "batch": 3}[norm]
-    x = r(rows, 1).expand(rows, columns).to(dtype)
-    if norm != "layer":
-        x = r(1, 1).expand(64 * columns, rows).to(dtype)
+    x = r(3000, 1).expand(3000, columns).to(dtype)
     grads = []
     for fn in (f, torch.compile(f, backend="dicp_cpu", fullgraph=True)):
         leaf = x.clone(memory_format=torch.contiguous_format).requires_grad_()
