@@ -390,6 +390,13 @@ def show(op: opdb.Operator, case: Case) -> str:
     return f"{op.name}{'_ (in place)' if case.inplace else ''}({text})"
 
 
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """A copy with a gap behind every element: ATen computes such ones with the C library, where it takes
+    vectors of neighbours to SLEEF, whose fmod is NaN for huge quotients."""
+    copy = t.new_empty((*t.shape, 2))[..., 0].copy_(t.detach())
+    return copy.requires_grad_(t.requires_grad)
+
+
 def widen(
     case: Case, tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import opdb, tolerance
-from .cases import Case, put_tensors, widen
+from .cases import Case, apart, put_tensors, widen
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def call(
     gradients.
     """
     args, kwargs, given = (case.args, case.kwargs, list(tensors)) if not wide else widen(case, tensors)
+    if wide and op.kind == "elementwise":
+        given = [apart(t) for t in given]
     used = list(given)
     if case.inplace and gradient and given[0].requires_grad:
         used[0] = given[0].clone()

@@ -169,7 +169,9 @@ def test_an_expected_failure_is_of_a_kind_of_unit(monkeypatch: pytest.MonkeyPatc
     def built(status: str, key: str) -> Report:
         return build("b", [UnitResult(key, [CaseResult("s0", status)], graphs=1)], 0)
 
-    assert built("pass", "add|float32|forward|static").ok and not built("fail", "add|float32|forward|static").ok
+    assert (
+        built("pass", "add|float32|forward|static").ok and not built("fail", "add|float32|forward|static").ok
+    )
     assert built("fail", "add|float32|gradient|static").ok
     assert built("pass", "add|float32|gradient|static").unexpected_passes
 
@@ -179,10 +181,25 @@ def test_upstream_is_the_same_fault_not_any() -> None:
         return CaseResult("s0", "fail", check, message)
 
     for check, one, other, same in (
-        ("error", "RuntimeError: u0 <= 10 fails (a.py:3 f)", "(not isolated) RuntimeError: u1 <= 100 fails (a.py:5 f)", True),
+        (
+            "error",
+            "RuntimeError: u0 <= 10 fails (a.py:3 f)",
+            "(not isolated) RuntimeError: u1 <= 100 fails (a.py:5 f)",
+            True,
+        ),
         ("error", "RuntimeError: u0 <= 10", "InductorError: no kernel", False),
-        ("stride", "result 0: compiled (5, 1), eager (0, 1)", "result 0: compiled (5, 1), eager (0, 1)", True),
-        ("stride", "result 0: compiled (1, 5), eager (0, 1)", "result 0: compiled (5, 1), eager (0, 1)", False),
+        (
+            "stride",
+            "result 0: compiled (5, 1), eager (0, 1)",
+            "result 0: compiled (5, 1), eager (0, 1)",
+            True,
+        ),
+        (
+            "stride",
+            "result 0: compiled (1, 5), eager (0, 1)",
+            "result 0: compiled (5, 1), eager (0, 1)",
+            False,
+        ),
         ("value", "at (0,): compiled 3.9061, eager 3", "at (0,): compiled 3.9062, eager 3", True),
         ("value", "at (0,): compiled -3.9, eager 3", "at (0,): compiled 3.9, eager 3", False),
         ("value", "at (0,): compiled nan, eager 3", "at (0,): compiled 7.0, eager 3", False),
@@ -230,15 +247,24 @@ def test_eagers_luck_is_no_yardstick() -> None:
         assert (found is None) == passes, found
 
 
+def test_the_reference_of_elementwise_operators_is_not_of_eagers_vectors() -> None:
+    """fp64 stands for its own reference; eager's vectorised fmod is NaN where the quotient is huge."""
+    x, y = torch.full((16,), 1e300, dtype=torch.float64), torch.full((16,), 0.5, dtype=torch.float64)
+    args, kwargs, tensors = cases.take_tensors((x, y), {})
+    case = cases.Case("s0", args, kwargs, tensors)
+    reference = Reference(opdb.find("fmod"), case, False, lambda: [*tensors], 1234)
+    eager = torch.fmod(x, y)
+    assert reference.judge(torch.zeros_like(x), eager, "leaves", 0, "elementwise") is None
+    assert reference.judge(torch.ones_like(x), eager, "leaves", 0, "elementwise")
+
+
 # ---- the page ----
 
 
 def test_operators_page_is_current() -> None:
     assert (ROOT / "docs" / "operators.md").read_text() == docs.render(
         docs.read_coverage(), docs.read_extent()
-    ), (
-        "docs/operators.md is stale: run python -m dicp.conformance docs"
-    )
+    ), "docs/operators.md is stale: run python -m dicp.conformance docs"
 
 
 def test_coverage_lists_every_operator() -> None:
@@ -396,7 +422,9 @@ def test_the_reference_copies_where_the_program_does() -> None:
 
     low = Statement("v0", "{0}.to(torch.bfloat16)", ("x0",), True, "cast")
     negate = Statement(None, "{0}.neg_()", ("v0",), False, "write")
-    p = Program(1, (Input("x0", (3,), "float32", requires_grad=True),), (low, negate), ("v0", "x0"), False, True)
+    p = Program(
+        1, (Input("x0", (3,), "float32", requires_grad=True),), (low, negate), ("v0", "x0"), False, True
+    )
     (x,) = inputs_of(p)
     found = reference(p, [x], eager_dtypes(p, inputs_of(p)), 0)
     assert found is not None
@@ -410,7 +438,12 @@ def test_part_of_a_statement_may_be_rounded_too() -> None:
 
     text = "torch.softmax({rounded}({0} * 64), -1)"
     p = Program(
-        1, (Input("x0", (3,), "float64"),), (Statement("v0", text, ("x0",), True, "matmul"),), ("v0",), False, False
+        1,
+        (Input("x0", (3,), "float64"),),
+        (Statement("v0", text, ("x0",), True, "matmul"),),
+        ("v0",),
+        False,
+        False,
     )
     assert "v0 = torch.softmax((x0 * 64), -1)" in p.source()
     args = [torch.tensor([1.0, 1.001, 1.002], dtype=torch.float64)]
@@ -490,7 +523,9 @@ def test_a_finding_is_upstreams_only_where_its_results_are_ours() -> None:
 
     double = Statement("v0", "{0} * 2", ("x0",), True, "unary")
     windows = Statement("v1", "{0}.unfold(-1, 2, 1)", ("v0",), False, "view")
-    p = Program(1, (Input("x0", (3,), "float32", requires_grad=True),), (double, windows), ("v1",), False, True)
+    p = Program(
+        1, (Input("x0", (3,), "float32", requires_grad=True),), (double, windows), ("v1",), False, True
+    )
     for backend, same in (("cpugraph", True), (doubling, False)):
         found = check(p, backend)  # type: ignore[arg-type]
         assert found is not None and found[0].kind == "gradient", "torch does it right: find another example"
