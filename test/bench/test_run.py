@@ -19,6 +19,11 @@ def test_job_survives_the_way_to_its_process() -> None:
     assert run.Job.parse(job.text()) == job
 
 
+def test_inference_is_that_of_models_in_eval_mode() -> None:
+    """With batch norms and dropout as they serve, not as they train."""
+    assert not [name for name, w in WORKLOADS.items() if w.case.build("small").training]
+
+
 def test_one_that_fails_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = contestants.Contestant("broken", "inductor", {"no_such_option": 1})
     monkeypatch.setitem(contestants.CONTESTANTS, "broken", broken)

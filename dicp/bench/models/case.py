@@ -26,7 +26,7 @@ def squared_error(scores: Tensor, targets: Tensor) -> Tensor:
 class Case:
     """One model.
 
-    build(size): the model in float32, "full" or "small".
+    build(size): the model in float32 and eval mode, "full" or "small".
     inputs(size, variant, dtype): keyword arguments of forward; variants 0, 1, 2 differ in shape.
     targets(inputs): what the loss compares the scores with (class numbers: shaped as the scores without their
         last dimension).

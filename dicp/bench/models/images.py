@@ -25,7 +25,7 @@ def build_resnet50(size: str) -> nn.Module:
     for unit in model.modules():
         if isinstance(unit, Bottleneck):
             nn.init.constant_(unit.bn3.weight, 0.2)
-    return model
+    return model.eval()
 
 
 def resnet50_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
