@@ -80,6 +80,7 @@ def split_product(otherwise: Decomposition | None) -> Decomposition:
 
     def decomposed(*args: Any, beta: Any = 1, alpha: Any = 1) -> Any:
         a, b = args[-2:]
+        alpha, beta = _factors(a, alpha, beta)
         if any(isinstance(n, int) and n == 0 for t in (a, b) for n in t.shape):
             zeros = a.new_zeros((*a.shape[:-1], b.shape[-1]))
             return zeros if len(args) == 2 or beta == 0 else zeros + args[0] * beta
@@ -93,9 +94,15 @@ def split_product(otherwise: Decomposition | None) -> Decomposition:
     return decomposed
 
 
+def _factors(a: Any, *factors: Any) -> tuple[Any, ...]:
+    """Factors of a product of `a`: of integers, eager takes their whole part."""
+    return factors if a.is_floating_point() or a.is_complex() else tuple(int(f) for f in factors)
+
+
 def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * x + alpha * (sum over the batch of batch1 @ batch2)."""
-    product = torch.bmm(batch1, batch2).sum(0)
+    alpha, beta = _factors(batch1, alpha, beta)
+    product = torch.bmm(batch1, batch2).sum(0, dtype=batch1.dtype)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (x if beta == 1 else x * beta)
 

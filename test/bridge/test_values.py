@@ -303,6 +303,18 @@ def test_products_of_nothing_are_kernels() -> None:
     assert counters["extern"] == before
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_integer_products_take_the_whole_part_of_factors(dtype: torch.dtype) -> None:
+    def f(b, x):
+        return (
+            torch.addmm(b, x[0], x[1], beta=1.7, alpha=2.6),
+            torch.baddbmm(b, x, x, beta=1.7, alpha=0.6),
+            torch.addbmm(b, x, x, beta=0.2, alpha=2.6),
+        )
+
+    check(f, torch.tensor([7], dtype=dtype), torch.arange(18).view(2, 3, 3).to(dtype), calls=1)
+
+
 @pytest.mark.skipif(
     torch.__version__.startswith(("2.11", "2.12")), reason="their Dynamo fails on a tensor as value="
 )
