@@ -30,8 +30,9 @@ UNDEFINED_VALUES = frozenset(
     }
 )
 
-# Converting a NaN, an infinity or an out-of-range float to an integer is undefined in C++, in eager too.
-UNDEFINED_ON_SPECIAL = frozenset({"byte", "char", "int", "long", "short", "to"})
+# Converting a NaN, an infinity or an out-of-range float to an integer is undefined in C++, in eager too; the
+# magnitude of the least integer traps in eager's lcm.
+UNDEFINED_ON_SPECIAL = frozenset({"byte", "char", "int", "lcm", "long", "short", "to"})
 
 # "Unsafe" says it: whether results share memory is left open, and functionalization takes them for copies.
 UNSPECIFIED_ALIASING = frozenset({"unsafe_chunk", "unsafe_split"})
