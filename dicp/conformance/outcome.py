@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import opdb, tolerance
+from . import exact, opdb, tolerance
 from .cases import Case, apart, put_tensors, widen
 
 
@@ -107,6 +107,8 @@ def call(
     torch.manual_seed(seed)
     with torch.set_grad_enabled(gradient):
         result = target(op, case)(*put_tensors(args, used), **put_tensors(kwargs, used))
+    if wide and not gradient and not case.inplace:
+        result = exact.refined(op.name, result, given[0], (*args[1:], *kwargs.values()))
     structure, leaves = flatten(result)
     grads = gradients(result, case.process, given) if gradient else ()
     return Outcome(structure, leaves, tuple(given), grads)

@@ -337,7 +337,10 @@ def test_a_norm_of_one_element_is_its_magnitude() -> None:
 
 
 def test_the_gradient_of_a_small_soft_margin_loss_has_its_digits() -> None:
-    x, y = torch.tensor([8.5, -8.5, 2.0, -40.0, 80.0]).requires_grad_(), torch.tensor([1.8, -1.7, -1.0, 1.0, 1.0])
+    x, y = (
+        torch.tensor([8.5, -8.5, 2.0, -40.0, 80.0]).requires_grad_(),
+        torch.tensor([1.8, -1.7, -1.0, 1.0, 1.0]),
+    )
     for reduction in ("mean", "none"):
         exact = x.detach().double().requires_grad_()
         F.soft_margin_loss(exact, y.double(), reduction=reduction).sum().backward()
@@ -352,3 +355,12 @@ def test_the_gradient_of_selecting_a_scalar() -> None:
         select = torch.compile(lambda x, m: torch.masked_select(x, m) * 2, backend="dicp_cpu", fullgraph=True)
         (grad,) = torch.autograd.grad(select(x, mask).sum(), x)
     assert grad == 2
+
+
+def test_trigamma_has_all_its_digits() -> None:
+    """In fp64, where eager's has nine."""
+    mpmath = pytest.importorskip("mpmath")
+    x = torch.tensor([1.1349, 0.974, 6.9, 31.0, -0.25, -4.4], dtype=torch.float64)
+    found = torch.compile(lambda x: torch.polygamma(1, x), backend="dicp_cpu")(x)
+    exact = torch.tensor([float(mpmath.polygamma(1, a)) for a in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(found, exact, rtol=1e-14, atol=0)

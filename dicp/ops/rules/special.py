@@ -103,18 +103,19 @@ def erfcx(x: Expr) -> Expr:
 
 
 def trigamma(x: Expr) -> Expr:
-    """Derivative of digamma: reflected to x >= 1/2, raised by six, then the asymptotic series.
+    """Derivative of digamma: reflected to x >= 1/2, raised by ten, then the asymptotic series.
 
     psi'(x) = (pi / sin(pi x))^2 - psi'(1 - x);   psi'(x) = 1/x^2 + psi'(x + 1)
     """
     low = x < 0.5
     z = s.where(low, 1 - x, x)
     total = s.like(0.0, x)
-    for k in range(6):
+    for k in range(10):
         total = total + s.reciprocal((z + k) * (z + k))
-    y = z + 6
+    y = z + 10
     w = s.reciprocal(y * y)
-    series = 1 + s.reciprocal(2 * y) + w * (1 / 6 - w * (1 / 30 - w * (1 / 42 - w / 30)))
+    tail = w * (1 / 30 - w * (5 / 66 - w * (691 / 2730 - w * (7 / 6))))
+    series = 1 + s.reciprocal(2 * y) + w * (1 / 6 - w * (1 / 30 - w * (1 / 42 - tail)))
     total = total + series / y
     ratio = math.pi / s.sin(math.pi * x)
     return s.where(low, ratio * ratio - total, total)
