@@ -10,7 +10,7 @@ from torch import fx
 from dicp.compat import fake_mode_of, known_equal, quiet_shapes
 from dicp.compiler import Compiled
 from dicp.passes.facts import FREE_OUTPUTS
-from dicp.passes.layout import repropagate
+from dicp.passes.layout import relay
 from dicp.schedule.defs import View
 
 
@@ -56,15 +56,14 @@ class Activations:
         mode = fake_mode_of([n.meta["val"] for n in given])
         if mode is None:
             return
-        changed = set()
+        laid_out = {}
         with mode, quiet_shapes(mode):
             for node in given:
                 value, strides = node.meta["val"], self.strides[node.name]
                 if not all(known_equal(a, b) for a, b in zip(value.stride(), strides, strict=True)):
-                    node.meta["val"] = value.as_strided(value.shape, strides)
-                    changed.add(node)
-        if changed:
-            repropagate(backward, changed)
+                    laid_out[node] = value.as_strided(value.shape, strides)
+        if laid_out:
+            relay(backward, laid_out)
 
 
 def result_names(graph: fx.GraphModule) -> list[str | None]:

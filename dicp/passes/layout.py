@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,16 +95,40 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
     return gm
 
 
-def repropagate(gm: GraphModule, changed: set[Node]) -> None:
-    """Recompute meta["val"] of what follows from placeholders whose strides were changed from outside."""
-    mode = fake_mode_of([value_of(n) for n in gm.graph.nodes]) or FakeTensorMode()
+def relay(gm: GraphModule, values: Mapping[Node, torch.Tensor]) -> None:
+    """Give placeholders other values, which differ in their strides. What follows is computed again; what
+    needs the strides that were traced (a view, or a call that reads them) gets a copy."""
+    traced: dict[Node, Any] = {node: value_of(node) for node in values}
+    copies: dict[Node, Node] = {}
+    mode = fake_mode_of(list(traced.values())) or FakeTensorMode()
     with mode, quiet_shapes(mode):
-        for node in gm.graph.nodes:
-            if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
-                old = value_of(node)
-                node.meta["val"] = new = _call(node, {n: value_of(n) for n in node.all_input_nodes})
-                if not isinstance(old, torch.Tensor) or not same_stride(old, new):
-                    changed.add(node)
+        for node, value in values.items():
+            node.meta["val"] = value
+        for node in list(gm.graph.nodes):
+            moved = [n for n in node.all_input_nodes if n in traced]
+            if node.op != "call_function" or not moved:
+                continue
+            new = _called(node, {n: value_of(n) for n in node.all_input_nodes})
+            if new is None:
+                for source in moved:
+                    if source not in copies:
+                        with gm.graph.inserting_before(node):
+                            copies[source] = _laid_out_as(gm.graph, source, traced[source])
+                    node.replace_input_with(source, copies[source])
+                continue
+            old, node.meta["val"] = value_of(node), new
+            if not isinstance(old, torch.Tensor) or not same_stride(old, new):
+                traced[node] = old
+
+
+def _laid_out_as(graph: Graph, source: Node, like: torch.Tensor) -> Node:
+    """A copy of the source with the order of dimensions that `like` has in memory."""
+    order = sorted(range(like.dim()), key=lambda d: -size_hint(like.stride(d)))
+    back = [order.index(d) for d in range(like.dim())]
+    turned = insert(graph, aten.permute.default, (source, order), like=source)
+    dense = {"memory_format": torch.contiguous_format}
+    copy = insert(graph, aten.clone.default, (turned,), dense, like=source)
+    return insert(graph, aten.permute.default, (copy, back), like=source)
 
 
 def _is_product(node: Node, vendor: Any) -> bool:
@@ -246,12 +270,10 @@ def _plan_call(
 ) -> bool:
     """The node's value for inputs in the new order; copies in the old order where it does not take them.
     False where that order is neither row-major nor channels-last."""
-    if not _reads_strides(node):
-        try:
-            plan.values[node] = _call(node, wanted)
-            return True
-        except (RuntimeError, ValueError):  # a view that would need a copy
-            pass
+    value = _called(node, wanted)
+    if value is not None:
+        plan.values[node] = value
+        return True
     for source in changed:
         back = _order_of(value_of(source))
         if back is None:
@@ -264,9 +286,15 @@ def _reads_strides(node: Node) -> bool:
     return not is_pure(node) and not mutated_arguments(node) or node.target in _STRIDE_READERS
 
 
-def _call(node: Node, values: dict[Node, Any]) -> Any:
+def _called(node: Node, values: dict[Node, Any]) -> Any:
+    """The node's value for inputs whose strides are not those traced; None where it depends on them."""
+    if _reads_strides(node):
+        return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    try:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, ValueError):  # a view that would need a copy
+        return None
 
 
 def _convert(

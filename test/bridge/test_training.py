@@ -169,6 +169,23 @@ def test_saved_values_survive_a_later_call() -> None:
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
 
 
+class Viewed(nn.Module):
+    """Its first convolution's result is saved, and seen again as a matrix in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        rows = y.view(-1, 256)
+        return self.b(y.relu()).square().mean() + (rows.sin() * torch.linspace(0, 1, 256)).mean()
+
+
+def test_saved_channels_last_values_may_be_viewed_as_they_were_traced() -> None:
+    check_training(Viewed(), r(4, 8, 16, 16).requires_grad_())
+
+
 def test_checkpointed_block() -> None:
     from torch.utils.checkpoint import checkpoint
 

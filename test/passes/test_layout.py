@@ -8,9 +8,10 @@ from expecttest import TestCase
 from graphs import CheckPass, claims, graph_of, graphs_of
 
 from dicp.ir.printer import show
+from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.facts import FREE_OUTPUTS
-from dicp.passes.layout import CHANNELS_LAST, LayoutCosts, choose_layout
+from dicp.passes.layout import CHANNELS_LAST, LayoutCosts, choose_layout, relay
 from dicp.passes.rewrite_conv import rewrite_conv
 
 T = torch.Tensor
@@ -123,3 +124,28 @@ graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
         g = canonicalize(graph_of(tower, (3, 8, 16, 18), W, dynamic=True))
         self.check(choose_layout, g, Always())
         self.assertIn("@0231", show(g))
+
+    def test_relayed_values_are_copied_for_what_needs_the_traced_strides(self) -> None:
+        def f(x: T, w: T) -> tuple[T, ...]:
+            return x + 1, x.view(16, 256) * w, torch.as_strided(x, (3, 5), (1, 300)) + 1
+
+        g = graph_of(f, X, (256,))
+        x = next(iter(g.graph.nodes))
+        turned = x.meta["val"].as_strided(X, (2048, 1, 128, 8))
+        relay(g, {x: turned})
+        verify(g)
+        self.assertExpectedInline(
+            show(g),
+            """\
+graph(arg0_1: f32[2,8,16,16], arg1_1: f32[256]):
+  v0: f32[2,8,16,16] = add(arg0_1, 1)
+  v1: f32[2,8,16,16] = permute(arg0_1, [0,1,2,3])
+  v2: f32[2,8,16,16] = clone(v1, memory_format=contiguous_format)
+  v3: f32[2,8,16,16] = permute(v2, [0,1,2,3])
+  v4: f32[16,256] = view(v3, [16,256])
+  v5: f32[16,256] = mul(v4, arg1_1)
+  v6: f32[3,5] = as_strided(v3, [3,5], [1,300])
+  v7: f32[3,5] = add(v6, 1)
+  return v0, v5, v7
+""",
+        )
