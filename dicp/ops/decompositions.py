@@ -68,6 +68,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
         aten.addbmm.default: addbmm,
         aten.masked_scatter.default: masked_scatter,
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
+        aten._weight_norm_interface_backward.default: weight_norm_backward,
     }
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
@@ -121,3 +122,13 @@ def soft_margin_loss_backward(grad: Any, x: Any, target: Any, reduction: int = 1
     grad, wide_x, wide_target = grad.to(wide), x.to(wide), target.to(wide)
     out = -wide_target * torch.sigmoid(-wide_target * wide_x) * grad
     return (out / x.numel() if reduction == 1 else out).to(x.dtype)
+
+
+def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Any, Any]:
+    """Of w = v g / |v|, the norms over all dimensions but one: gradients of v and g."""
+    wide = torch.promote_types(v.dtype, torch.float32)
+    wide_grad, wide_v, wide_norms = grad.to(wide), v.to(wide), norms.to(wide)
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (wide_grad * wide_v).sum(others, keepdim=True) / wide_norms
+    scale = g.to(wide) / wide_norms
+    return (scale * (wide_grad - wide_v * (along / wide_norms))).to(v.dtype), along.to(g.dtype)

@@ -186,6 +186,15 @@ def test_saved_channels_last_values_may_be_viewed_as_they_were_traced() -> None:
     check_training(Viewed(), r(4, 8, 16, 16).requires_grad_())
 
 
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm_is_kernels(dim: int) -> None:
+    counters = torch._dynamo.utils.counters["dicp"]
+    before = counters["extern"]
+    model = nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 8, 5), dim=dim)
+    check_training(model, r(2, 6, 30).requires_grad_())
+    assert counters["extern"] == before
+
+
 def test_checkpointed_block() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -40,6 +40,13 @@ EDGES = {
         r(1).expand(16),
         r(2, 2, 4),
     ),
+    "sum_of_convolutions_of_rows": (
+        lambda x, y, a, b: (F.conv1d(x, a) + F.conv1d(y, b)).relu(),
+        r(2, 4, 9),
+        r(2, 5, 9),
+        r(6, 4, 3),
+        r(6, 5, 3),
+    ),
     "strided_window": (lambda x: torch.as_strided(x * 2, (3, 2), (2, 3), 1) + 1, r(6, 5)),
     "strided_window_of_columns": (lambda x: torch.as_strided(x, (3, 2), (2, 3), 1) * 2, r(6, 5).t()),
     "strided_scatter": (lambda x, y: torch.as_strided_scatter(x, y, (3, 2), (2, 3), 1), r(6, 5).t(), r(3, 2)),
