@@ -279,7 +279,8 @@ class Runner:
             self.lines.append(f"begin, length = bounds({n}, {start}, {end}, {step}){comment}")
             sources: tuple[str, ...] = ("length", "begin", f"{offset} + begin * {stride}")
         else:
-            sources = (f"{args[0]}.item()",)
+            truth = isinstance(call.node.meta["val"], torch.SymBool)
+            sources = (f"int({args[0]}.item())" if truth else f"{args[0]}.item()",)
         for number, source in zip(call.results, sources, strict=True):
             if isinstance(number, ix.Poly) and number.is_atom:
                 self._bind(number, source, {number.terms[0][0][0].key})

@@ -49,6 +49,11 @@ def _aten_call(low: Lowering, node: fx.Node) -> Any:
 def host_step(low: Lowering, node: fx.Node) -> Any:
     """A number read from a tensor, or a condition on sizes: work of the calling Python, and no operator."""
     args = tuple(_as_traced(low, a) for a in node.args)
+    val = node.meta.get("val")
+    if isinstance(val, torch.SymBool):  # a truth: `u == 1` of a number read
+        (symbol,) = val.node.expr.free_symbols
+        read = (low.symbols.index(symbol),)
+        return low.out.defs.append(Call((), note_of(node), node, args, {}, None, read, host=True))
     return _add_call(low, node, args, {}, None, None, "extern", host=True)
 
 

@@ -164,9 +164,12 @@ class Lowering:
             elif node.meta.get("unbacked_bindings"):
                 extern(self, node, "a size read from data")
             return self.index(val)
-        if node.target is aten._local_scalar_dense.default and isinstance(val, torch.SymFloat):
+        truth = isinstance(val, torch.SymBool)
+        if node.target is aten._local_scalar_dense.default and (truth or isinstance(val, torch.SymFloat)):
             source = self.values[node.args[0]]  # type: ignore[index]
-            return ex.cast(source((0,) * len(source.shape)), torch.float64)
+            if truth:
+                host_step(self, node)
+            return ex.cast(source((0,) * len(source.shape)), torch.bool if truth else torch.float64)
         if writes_input(node):
             self.mutations.append((node.args[0], node.args[1]))  # type: ignore[arg-type]
             return self.values[node.args[1]]  # type: ignore[index]

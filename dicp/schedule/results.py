@@ -11,7 +11,7 @@ from dicp.ir import expr as ex
 from dicp.ir.value import Shape, Value
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
-from dicp.schedule.defs import Buffer, Pointwise, Raw, Scatter, View
+from dicp.schedule.defs import Buffer, Host, Pointwise, Raw, Scatter, View
 from dicp.schedule.strides import (
     affine_window,
     dense_strides,
@@ -124,6 +124,8 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         r = r.args[0]  # type: ignore[assignment]  # the mutated input itself is what the caller has
     if r.op == "placeholder":
         return ("input", [n for n in low.gm.graph.nodes if n.op == "placeholder"].index(r))
+    if isinstance(val, torch.SymBool):
+        return Host(val.node.expr)
     if not isinstance(val, torch.Tensor) or isinstance(value, Raw):
         return value
     if isinstance(value, Buffer):

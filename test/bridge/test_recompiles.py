@@ -56,6 +56,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], Args], Sequence[int]]
         (1, 2, 5),
     ),
     "item_float": (lambda x, s: x * s.item(), lambda n: (*some(3), torch.tensor(n / 2)), (1, 3, 0)),
+    "item_bool": (
+        lambda x, s: (x * s.item(), torch.full((2,), s.item()), torch.tensor(s.item()), s.item()),
+        lambda n: (*some(3), torch.tensor(n > 0)),
+        (1, 0, 2),
+    ),
 }
 
 
