@@ -9,7 +9,7 @@ import torch
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from dicp.compat import example_value, symbolic_size
+from dicp.compat import example_value, known_equal, size_hint, symbolic_size
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -37,7 +37,11 @@ class Symbols:
         if isinstance(value, (int, ix.Poly)):
             return int(value) if isinstance(value, int) else value
         if isinstance(value, torch.SymInt):
-            return self.index(value.node.expr)
+            e = value.node.expr
+            # what torch broadcast has a guard that says so, and no other index than 0
+            if e not in self.converted and size_hint(value, UNKNOWN) == 1 and known_equal(value, 1):
+                self.converted[e] = 1
+            return self.index(e)
         if isinstance(value, sympy.Integer):
             return int(value)
         e = sympy.sympify(value)

@@ -106,6 +106,17 @@ def test_saved_activations_of_symbolic_sizes_keep_their_layout() -> None:
     assert any(b.strides[1] == 1 for b in images), [b.strides for b in images]
 
 
+def test_what_a_guard_says_is_one_is_broadcast() -> None:
+    """The second of two chunks of three columns: n - (n + 1) // 2 of them."""
+
+    def last(x):
+        v = torch.full((3,), 1.5)
+        return torch.addcmul(v, v, x.chunk(2, -1)[1]) + x.chunk(2, -1)[1].expand(3, 3, 3)
+
+    x = r(3, 3, 3)
+    close(torch.compile(last, backend="dicp_cpu", dynamic=True)(x), last(x))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_compile_serves_every_size(name: str) -> None:
     fn, make = CASES[name]
