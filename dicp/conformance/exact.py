@@ -24,11 +24,11 @@ FUNCTIONS: dict[str, Callable[..., float]] = {
 
 
 def refined(name: str, result: Any, x: torch.Tensor, args: tuple[Any, ...]) -> Any:
-    """An fp64 result of `name(x, *args)` with all its digits, where there is a function for it: what is
-    infinite or NaN stays."""
-    function = FUNCTIONS.get(name)
-    if function is None or not isinstance(result, torch.Tensor) or result.dtype != torch.float64:
+    """An fp64 result of `name(x, *args)`, one of FUNCTIONS, with all its digits: what is infinite or NaN
+    stays."""
+    if not isinstance(result, torch.Tensor) or result.dtype != torch.float64:
         return result
+    function = FUNCTIONS[name]
     values = [
         function(a, *args) if math.isfinite(a) and math.isfinite(r) else r
         for a, r in zip(x.flatten().tolist(), result.flatten().tolist(), strict=True)

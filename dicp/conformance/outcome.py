@@ -107,7 +107,7 @@ def call(
     torch.manual_seed(seed)
     with torch.set_grad_enabled(gradient):
         result = target(op, case)(*put_tensors(args, used), **put_tensors(kwargs, used))
-    if wide and not gradient and not case.inplace:
+    if wide and not gradient and not case.inplace and op.name in exact.FUNCTIONS:
         result = exact.refined(op.name, result, given[0], (*args[1:], *kwargs.values()))
     structure, leaves = flatten(result)
     grads = gradients(result, case.process, given) if gradient else ()
