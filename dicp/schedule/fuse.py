@@ -329,7 +329,29 @@ class _Fusion:
         if later and scanned:  # a scan's values are at hand only in the loop that scans
             return False
         scans = scanned or isinstance(d, Reduction) and d.scan
+        if scans and not self._scans_at_hand(group, member, new_reduced):
+            return False
         return (not later and not scans) or self._row_fits(group, new_reduced, mapping, d)
+
+    def _scans_at_hand(self, group: Group, candidate: Member, reduced: set[Var]) -> bool:
+        """Whether whoever reads a scan's running values, itself or through others, runs in the loop that
+        scans: a loop comes after those of the reductions that its values are made of."""
+        loops: dict[str, tuple[int, set[int]]] = {}  # by result: its loop, and those of the scans it reads
+        for m in (*group.members, candidate):
+            loop, scans = 0, set[int]()
+            for name, _ in m.reads:
+                if name not in loops:
+                    continue
+                if self._full_level(group, name, reduced):
+                    loop = max(loop, loops[name][0])
+                    scans |= loops[name][1]
+                else:
+                    loop = max(loop, loops[name][0] + 1)
+            if scans - {loop}:
+                return False
+            own = {loop} if isinstance(m.definition, Reduction) and m.definition.scan else set()
+            loops.update({b.name: (loop, scans | own) for b in m.definition.outputs if b is not None})
+        return True
 
     def _may_reduce(self, group: Group, under: set[Var]) -> bool:
         """Existing elementwise members must tolerate that some axes become reduced: they stay

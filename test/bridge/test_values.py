@@ -40,13 +40,6 @@ EDGES = {
         r(1).expand(16),
         r(2, 2, 4),
     ),
-    "sum_of_convolutions_of_rows": (
-        lambda x, y, a, b: (F.conv1d(x, a) + F.conv1d(y, b)).relu(),
-        r(2, 4, 9),
-        r(2, 5, 9),
-        r(6, 4, 3),
-        r(6, 5, 3),
-    ),
     "strided_window": (lambda x: torch.as_strided(x * 2, (3, 2), (2, 3), 1) + 1, r(6, 5)),
     "strided_window_of_columns": (lambda x: torch.as_strided(x, (3, 2), (2, 3), 1) * 2, r(6, 5).t()),
     "strided_scatter": (lambda x, y: torch.as_strided_scatter(x, y, (3, 2), (2, 3), 1), r(6, 5).t(), r(3, 2)),
@@ -54,6 +47,10 @@ EDGES = {
     "flipped_product": (lambda x, y: x @ y.flip(0), r(4, 6), r(6, 5)),
     "scan_read_by_two_reductions": (lambda x: x.cumsum(1).logsumexp(1), r(7, 16)),
     "scan_of_rows_read_twice": (lambda x: x.cumsum(1).softmax(1), r(7, 300)),
+    "scan_read_after_a_norm": (
+        lambda x: (F.normalize(x, dim=0).log_softmax(0), x.cumsum(0) @ F.normalize(x, dim=0) * 0.5),
+        r(2),
+    ),
     "window_of_one_element": (lambda x: torch.view_as_complex(x), r(1, 2).expand(5, 2)),
     "factor_beside_zero": (
         lambda x, y: torch.special.xlog1py(x, y),
@@ -307,6 +304,18 @@ def test_products_of_nothing_are_kernels() -> None:
     counters = torch._dynamo.utils.counters["dicp"]
     before = counters["extern"]
     check(f, r(3, 0), r(0, 4), r(4), calls=1)
+    assert counters["extern"] == before
+
+
+def test_sums_of_convolutions_of_rows_are_calls_and_kernels() -> None:
+    """torch's call with a residual is for images and volumes only."""
+
+    def f(x, y, a, b):
+        return (F.conv1d(x, a) + F.conv1d(y, b)).relu()
+
+    counters = torch._dynamo.utils.counters["dicp"]
+    before = counters["extern"]
+    check(f, r(2, 4, 9), r(2, 5, 9), r(6, 4, 3), r(6, 5, 3), calls=1)
     assert counters["extern"] == before
 
 
