@@ -14,8 +14,8 @@ from dicp.bench import arms
 from dicp.bench.models import CASES, obstacle
 from dicp.bench.models.resnet import resnet50
 from dicp.bench.models.text import PROMPT
+from model import architectures, checks, run
 from model import arms as runs
-from model import checks, run
 
 # A case costs up to half a minute of one core, so by default each kind of model is there once.
 DEFAULT = {
@@ -81,6 +81,20 @@ def save_checkpoint(folder: Path) -> None:
     reader.pre_tokenizer = pre_tokenizers.Whitespace()
     CASES["llama"].build("small").bfloat16().save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=reader, unk_token="<unk>").save_pretrained(folder)
+
+
+def test_an_architecture_is_held_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+
+    def wrong(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: tuple(2 * t for t in gm(*args))
+
+    assert architectures.examine("albert", "eager")["status"] == "ok"
+    torch._dynamo.reset()
+    found = architectures.examine("albert", wrong)  # type: ignore[arg-type]
+    assert found["status"] == "FAIL" and any("last_hidden_state" in p for p in found["problems"])
+    left_out = architectures.examine("autoformer", "eager")
+    assert left_out["status"] == "left out" and "prediction_length" in left_out["problems"][0]
 
 
 def test_driver_loads_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

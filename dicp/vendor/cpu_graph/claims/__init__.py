@@ -58,6 +58,8 @@ def supports(target: Any, node: fx.Node) -> bool:
     if target is torch.ops.dicp.conv.default:
         if node.args[8] not in (("none",) if node.args[3] is not None else ACTIVATIONS):
             return False  # oneDNN's sums know no activation but ReLU
+        if node.args[3] is not None and node.meta["val"].dim() == 3:
+            return False  # nor rows: only images and volumes
         return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
     return dtype in FLOATS
 

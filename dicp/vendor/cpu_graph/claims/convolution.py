@@ -145,9 +145,6 @@ def convolution(node: fx.Node, config: Any) -> list[Claim]:
 
 def conv(node: fx.Node, config: Any) -> list[Claim]:
     act = argument(node, 8, "act", "none")
-    x, other = node.args[0], argument(node, 3, "other", None)
-    if other is not None and x.meta["val"].dim() == 3:  # type: ignore[union-attr]
-        return []  # torch's call adds to images and volumes only
 
     def emit(w: Any, c: Call) -> None:
         x, weight, bias, other, stride, pad, dilation, groups = c.args[:8]
