@@ -21,6 +21,7 @@ from dicp.passes.rewrite_linear import rewrite_linear
 from dicp.passes.rewrite_norm import rewrite_norm
 from dicp.passes.rules import Claims
 from dicp.passes.split_backward import split_backward
+from dicp.passes.widen import widen
 
 __all__ = ["PASSES", "Claims", "OnPass", "Pass", "run_passes"]
 
@@ -59,6 +60,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_dropout", lambda gm, vendor: rewrite_dropout(gm), "before what it would stop", True),
     Pass("rewrite_norm", lambda gm, vendor: rewrite_norm(gm), "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
+    Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),

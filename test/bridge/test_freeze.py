@@ -171,7 +171,12 @@ def test_residual_block() -> None:
 def test_decoder_layer() -> None:
     watched = by_the_rule(Decoder(), torch.randn(2, 24, 32))
     assert watched.graphs[0].folding is not None
-    assert any("cos" in o for c in [watched.graphs[0].constants] for k in c.program.launches for o in k.kernel.origins)  # type: ignore[union-attr]
+    assert any(
+        "cos" in o
+        for c in [watched.graphs[0].constants]
+        for k in c.program.launches
+        for o in k.kernel.origins
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("options", [{"strict": True, "verify": True}, {"max_autotune": True}])
@@ -193,7 +198,11 @@ def test_autocast_casts_weights_once() -> None:
     compiled, graphs = torch.compile(model, backend="dicp_cpu", options=FREEZE), []
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), observe(graphs.append):
         torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
-    assert sum("bf16" in text for text in graphs[0].folding.texts) >= 7
+    # bf16, or float32 of bf16's values where the processor has no products of bf16
+    folded = [
+        t for t in graphs[0].folding.texts if any(size in t for size in ("32,32", "16,32", "64,32", "32,64"))
+    ]
+    assert len(folded) == 7, graphs[0].folding.texts
 
 
 def test_sizes_change() -> None:
@@ -421,7 +430,10 @@ def test_one_graph_for_many_layers(said: Any) -> None:
 
 def test_two_functions_of_one_module() -> None:
     model = Scaled().eval()
-    one, two = Watched(model), torch.compile(lambda x: model(x) + model.weight.sum(), backend="dicp_cpu", options=FREEZE)
+    one, two = (
+        Watched(model),
+        torch.compile(lambda x: model(x) + model.weight.sum(), backend="dicp_cpu", options=FREEZE),
+    )
     for k in range(2):
         with torch.no_grad():
             model.scale.add_(k)
@@ -495,7 +507,9 @@ def test_second_compile_comes_from_the_cache(scaled: Watched, said: Any) -> None
         (line,) = said()
         assert "scale changed" in line
         torch._dynamo.reset()
-        torch.testing.assert_close(torch.compile(model, backend="dicp_cpu")(X), model(X), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.compile(model, backend="dicp_cpu")(X), model(X), rtol=1e-5, atol=1e-5
+        )
         assert compat.counters()["graphs_loaded"] == before + 1
 
 

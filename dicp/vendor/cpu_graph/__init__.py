@@ -63,6 +63,12 @@ class CpuGraph:
 
         return matmul_pays(part, conv)
 
+    def computes_wide(self, node: fx.Node) -> bool:
+        """Whether a contraction of a low precision is better computed in float32 (dicp.passes.widen)."""
+        from dicp.vendor.cpu_graph.claims import computes_wide
+
+        return computes_wide(node)
+
     def splits_gradients(self, node: fx.Node) -> bool:
         """Whether a convolution's gradients are better calls of their own (dicp.passes.split_backward)."""
         from dicp.vendor.cpu_graph.claims.convolution import splits_gradients
@@ -92,10 +98,11 @@ class CpuGraph:
         from dicp.vendor.cpu_graph import toolchain
         from dicp.vendor.cpu_graph.build import compiler_identity
         from dicp.vendor.cpu_graph.claims import cpu_maker
+        from dicp.vendor.cpu_graph.claims.common import LOW, multiplies
 
         compiler = compiler_identity(config)
         parts = (sorted(toolchain.environment_parts().items()), toolchain.flags(config, compiler).code)
-        return repr((*parts, compiler, cpu_maker()))
+        return repr((*parts, compiler, cpu_maker(), [multiplies(dtype) for dtype in LOW]))
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cpu_graph.assemble import assemble

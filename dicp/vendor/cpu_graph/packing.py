@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.vendor.cpu_graph.claims import winograd
+from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn, reads_weights
 
 FEW_ROWS = 16
@@ -54,7 +55,7 @@ class Transformed(Packed):
 def packs(node: fx.Node) -> str | None:
     """The form for the constant weight of a dicp::linear or dicp::conv; None where it would not pay."""
     x, w = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
-    if w.dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+    if not onednn_has(w.dtype):
         return None
     if node.target is torch.ops.dicp.linear.default:
         rows = math.prod(size_hint(n) for n in x.shape[:-1])

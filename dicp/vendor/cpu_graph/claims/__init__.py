@@ -11,11 +11,29 @@ import torch.fx as fx
 
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import attention, convolution, embedding, matmul, others
-from dicp.vendor.cpu_graph.claims.common import ACTIVATIONS, FLOATS, argument, aten, dtype_of
+from dicp.vendor.cpu_graph.claims.common import (
+    ACTIVATIONS,
+    FLOATS,
+    LOW,
+    argument,
+    aten,
+    dtype_of,
+    multiplies,
+    onednn_has,
+)
 from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
 from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn
 
-__all__ = ["candidates", "claim_for", "cpu_maker", "keeps", "matmul_pays", "prefers_onednn", "supports"]
+__all__ = [
+    "candidates",
+    "claim_for",
+    "computes_wide",
+    "cpu_maker",
+    "keeps",
+    "matmul_pays",
+    "prefers_onednn",
+    "supports",
+]
 
 
 def claim_for(node: fx.Node, config: Any) -> Claim | None:
@@ -60,8 +78,20 @@ def supports(target: Any, node: fx.Node) -> bool:
             return False  # oneDNN's sums know no activation but ReLU
         if node.args[3] is not None and node.meta["val"].dim() == 3:
             return False  # nor rows: only images and volumes
-        return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
+        return onednn_has(dtype)
     return dtype in FLOATS
+
+
+def computes_wide(node: fx.Node) -> bool:
+    """Whether a contraction of a low precision is better computed in float32: where the libraries have no
+    products of it, and no template of ours reads the operands as they are."""
+    dtype = next((d for a in node.all_input_nodes if (d := dtype_of(a)) in LOW), None)
+    if dtype is None or multiplies(dtype) or _empty(node):
+        return False
+    if attention.is_forward(node):
+        # ATen's kernels widen tiles of bfloat16 themselves, and are as fast as in float32
+        return dtype == torch.float16 and not attention.reads_rows(node)
+    return not matmul.reads_weights(node)
 
 
 @functools.cache

@@ -45,6 +45,7 @@ so few products. scripts/decode.py times a model whose steps are such."""
 FEW_BYTES = 1 << 16
 """Bytes of keys under which what the template saves is not worth compiling its unit."""
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _PARAMETERS = (
     "const {T}* q, const {T}* k, const {T}* v, const {M}* mask, {T}* out, float* log_sum, "
     "const int64_t* sizes, double scale, bool causal"
@@ -80,6 +81,20 @@ def _by_rows(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> Cla
         return None
     emit = _emit("dicp_attention_rows.h", "row_attention", causal, scale)
     return Claim("attention: few rows", emit, out=True, prepare=_tile_rows)
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Whether a node is a call of attention, not of its gradients."""
+    return node.target in (torch.ops.dicp.attention.default, _FLASH)
+
+
+def reads_rows(node: fx.Node) -> bool:
+    """Whether the template for few query rows serves a call."""
+    if node.target is _FLASH:
+        mask, dropout = node.kwargs.get("attn_mask"), argument(node, 3, "dropout_p", 0.0)
+    else:
+        mask, dropout = argument(node, 3, "mask", None), 0.0
+    return dropout == 0.0 and _by_rows(node, mask, False, None) is not None
 
 
 def _addressed(node: fx.Node, mask: Any) -> bool:

@@ -21,7 +21,9 @@ from dicp.vendor.cpu_graph.claims.common import (
     SHIM,
     activation,
     argument,
+    aten,
     dtype_of,
+    onednn_has,
 )
 from dicp.vendor.cpu_graph.claims.gemv import Operands, gemv
 
@@ -40,12 +42,9 @@ def prefers_onednn(dtype: torch.dtype) -> bool:
     """Whether oneDNN serves a GEMM of this dtype better than MKL does.
 
     MKL runs fp32 at half of an AMD core's peak, oneDNN at 95 %; on Intel MKL is at the peak. bf16 goes to
-    oneDNN
-    everywhere.
+    oneDNN wherever that has it.
     """
-    return torch.backends.mkldnn.is_available() and (
-        dtype == torch.bfloat16 or (dtype == torch.float32 and cpu_maker() == "amd")
-    )
+    return onednn_has(dtype) and (dtype == torch.bfloat16 or cpu_maker() == "amd")
 
 
 def _transposed(v: View) -> View:
@@ -87,16 +86,12 @@ def _ordered(
     if config.numerics == "eager" and blas is not None:
         return [blas]
     dtype = dtype_of(node)
-    if not _has_onednn(dtype):
+    if not onednn_has(dtype):
         onednn = None
     first = onednn if blas is None or (prefers_onednn(dtype) and not _for_blas(node)) else blas  # type: ignore[arg-type]
     second = blas if first is onednn else onednn
     order = [few, first, second] if _from_memory(node) else [first, second, few]
     return [claim for claim in order if claim is not None]
-
-
-def _has_onednn(dtype: torch.dtype | None) -> bool:
-    return torch.backends.mkldnn.is_available() and dtype in (torch.float32, torch.bfloat16)
 
 
 def _from_memory(node: fx.Node) -> bool:
@@ -176,8 +171,16 @@ def baddbmm(node: fx.Node, config: Any) -> list[Claim]:
 
 
 def reads_weights(node: fx.Node) -> bool:
-    """Whether a dicp::linear has few rows and a weight that comes from memory."""
-    return _from_memory(node) and gemv("linear", node, Operands(0, 1, transposed=True)) is not None
+    """Whether a product has few rows and a weight that comes from memory."""
+    if node.target is torch.ops.dicp.linear.default:
+        at = Operands(0, 1, transposed=True)
+    elif node.target is aten.addmm.default:
+        at = Operands(1, 2, bias=0)
+    elif node.target in (aten.mm.default, aten.bmm.default):
+        at = Operands(0, 1)
+    else:
+        return False
+    return _from_memory(node) and gemv("product", node, at) is not None
 
 
 def _operands(*positions: int, weight: int) -> Callable[..., Sequence[Any]]:

@@ -1,0 +1,153 @@
+"""Contractions of a low precision computed in float32, where the vendor's libraries are slow at their own.
+
+    y: bf16 = mm(a, b)   ->   y = bf16(mm(f32(a), f32(b)))
+
+The sums are float32 in either, and the result is rounded once in either. Operands that others use too are
+converted once; kernels that make them or use the result do the conversion, where there are such. A product
+with a large operand is made in panels, so that no more than PANEL bytes of it are there in float32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from dicp.ir.expr import LOW_PRECISION
+from dicp.ir.verify import same_stride
+from dicp.ops.library import register
+from dicp.passes.facts import aten, is_tensor, prims, value_of
+from dicp.passes.rules import Emitter, finish
+
+PANEL = 16 << 20
+"""Bytes of float32 operands and results that a product may take at a time: of a size that stays in a cache
+between its conversion and its use, and with which a product is not slower than in one."""
+ALIGN = 64  # columns or rows of a panel: whole vectors
+
+
+def widen(gm: GraphModule, vendor: Any) -> GraphModule:
+    """Rewrite what `vendor.computes_wide(node)` names; a vendor without that method has nothing of the kind."""
+    ask: Callable[[Node], bool] | None = getattr(vendor, "computes_wide", None)
+    if ask is None:
+        return gm
+    register()
+    contractions = _contractions()
+    wide: dict[Node, Node] = {}
+    for node in list(gm.graph.nodes):
+        if node.target in contractions and any(_is_low(a) for a in node.all_input_nodes) and ask(node):
+            if not _in_panels(node, wide):
+                _whole(node, wide)
+    return finish(gm)
+
+
+def _contractions() -> frozenset[Any]:
+    return frozenset(
+        (
+            aten.mm.default,
+            aten.addmm.default,
+            aten.bmm.default,
+            aten.baddbmm.default,
+            aten.convolution.default,
+            aten.convolution_backward.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            torch.ops.dicp.attention.default,
+        )
+    )
+
+
+def _is_low(x: Any) -> bool:
+    return is_tensor(x) and value_of(x).dtype in LOW_PRECISION
+
+
+def _converted(emit: Emitter, x: Any, wide: dict[Node, Node]) -> Any:
+    """x in float32. What x permutes is converted, so that the copy is made in the order of memory."""
+    if not _is_low(x):
+        return x
+    if x not in wide and x.target is aten.permute.default:
+        wide[x] = emit(x.target, _converted(emit, x.args[0], wide), *x.args[1:])
+    elif x not in wide:
+        wide[x] = emit(prims.convert_element_type.default, x, torch.float32)
+    return wide[x]
+
+
+def _whole(node: Node, wide: dict[Node, Node]) -> None:
+    emit, known = Emitter(node), dict(wide)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _converted(emit, n, known))
+    new = emit(node.target, *args, **kwargs)
+    old, now = value_of(node), value_of(new)
+    if isinstance(old, torch.Tensor):
+        if not same_stride(old, now):
+            emit.undo()
+            return
+        _replace(node, emit(prims.convert_element_type.default, new, old.dtype))
+    else:
+        pairs = [(a, b) for a, b in zip(old, now, strict=True) if isinstance(a, torch.Tensor)]
+        if not all(same_stride(a, b) for a, b in pairs):
+            emit.undo()
+            return
+        for user in list(node.users):
+            part = emit(operator.getitem, new, user.args[1])
+            if value_of(part).dtype != value_of(user).dtype:
+                part = emit(prims.convert_element_type.default, part, value_of(user).dtype)
+            _replace(user, part)
+        node.graph.erase_node(node)
+    wide.update(known)
+
+
+def _in_panels(node: Node, wide: dict[Node, Node]) -> bool:
+    """The product of two matrices by columns or by rows of the result, if there is more than one panel."""
+    if node.target not in (aten.mm.default, aten.addmm.default):
+        return False
+    *bias, a, b = node.args
+    (m, k), n = value_of(a).shape, value_of(b).shape[1]
+    if not all(isinstance(size, int) for size in (m, k, n)):
+        return False
+    axis, length = (1, n) if n >= m else (0, m)
+    parts = -(-length * max(k, min(m, n)) * torch.float32.itemsize // PANEL)
+    if parts < 2 or not value_of(node).is_contiguous():
+        return False
+    step = -(-length // (parts * ALIGN)) * ALIGN
+    emit, known = Emitter(node), dict(wide)
+    panels = []
+    for start in range(0, length, step):
+        span = (start, min(start + step, length))
+        left = _converted(emit, a if axis else _slice(emit, a, 0, span), known)
+        right = _converted(emit, _slice(emit, b, 1, span) if axis else b, known)
+        added = [_converted(emit, _part_of(emit, x, axis, span), known) for x in bias]
+        product = emit(node.target, *added, left, right, **node.kwargs)
+        panels.append(emit(prims.convert_element_type.default, product, value_of(node).dtype))
+    wide.update({x: y for x, y in known.items() if x in (a, b)})  # not the panels'
+    _replace(node, emit(aten.cat.default, panels, axis))
+    return True
+
+
+def _slice(emit: Emitter, x: Any, dim: int, span: tuple[int, int]) -> Node:
+    if x.target is not aten.permute.default:
+        return emit(aten.slice.Tensor, x, dim, *span)
+    source, dims = x.args
+    return emit(x.target, _slice(emit, source, dims[dim], span), dims)
+
+
+def _part_of(emit: Emitter, bias: Any, axis: int, span: tuple[int, int]) -> Any:
+    """What is added to a panel, of what is broadcast to the result."""
+    shape = value_of(bias).shape
+    dim = axis - (2 - len(shape))
+    if dim < 0 or shape[dim] == 1:
+        return bias
+    return _slice(emit, bias, dim, span)
+
+
+def _replace(node: Node, new: Node) -> None:
+    for key, value in node.meta.items():
+        if key != "val":
+            new.meta[key] = value
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)  # here, since attention, which may drop out, is not pure to all who ask
+
+
+__all__ = ["widen"]
