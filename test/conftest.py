@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-
 LONGEST = ("test_models.py", "test_ops.py", "test_stress.py", "test_harness.py", "test_aten_calls.py")
 
 

@@ -30,7 +30,7 @@ ALIGN = 64  # columns or rows of a panel: whole vectors
 
 
 def widen(gm: GraphModule, vendor: Any) -> GraphModule:
-    """Rewrite what `vendor.computes_wide(node)` names; a vendor without that method has nothing of the kind."""
+    """Rewrite what `vendor.computes_wide(node)` names; nothing for a vendor without that method."""
     ask: Callable[[Node], bool] | None = getattr(vendor, "computes_wide", None)
     if ask is None:
         return gm
