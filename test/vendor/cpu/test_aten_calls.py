@@ -71,6 +71,11 @@ CALLS: dict[str, Fn] = {
     "histogram": lambda x: torch.histogram(x * 2, 4, range=(0.0, 3.0)).hist + 1,
     "integer_mm": lambda x: (x.long() @ x.long()) + 1,
     "integer_addmm": lambda x: torch.addmm(x.long()[0], x.long(), x.long() + 1, beta=2, alpha=3) + 1,
+    "grouped_mm": lambda x: torch._grouped_mm(
+        x.repeat(3, 3)[:8, :8].bfloat16(),
+        x.repeat(3, 6)[:8, :16].bfloat16().expand(2, 8, 16).contiguous() * 2,
+        torch.tensor([3, 8], dtype=torch.int32),
+    ),
     "frexp": lambda x: torch.frexp(x * 3 - 1),
     "bessel": lambda x: torch.special.bessel_j0(x * 2) + torch.polygamma(2, x.abs() + 1),
     "bilinear": lambda x: torch.nn.functional.bilinear(x, x, x.reshape(1, 3, 3).expand(2, 3, 3) * 2),
