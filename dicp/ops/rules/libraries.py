@@ -9,7 +9,8 @@ import torch
 from dicp.ops.table import Kind, Row
 
 NAMES: dict[Kind, str] = {
-    "contraction": """mm addmm bmm baddbmm convolution convolution_backward _int_mm _addmm_activation _grouped_mm
+    "contraction": """mm addmm bmm baddbmm convolution convolution_backward _int_mm _grouped_mm
+        _addmm_activation
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward

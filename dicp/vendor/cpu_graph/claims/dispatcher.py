@@ -35,8 +35,8 @@ LINEAR_ALGEBRA = """_linalg_check_errors _linalg_det _linalg_eigh _linalg_eigval
 TRANSFORMS = "_fft_c2c _fft_c2r _fft_r2c"
 
 # Products that BLAS and oneDNN do not have: integers, three operands, a table of distances, groups of rows.
-PRODUCTS = """mm bmm _int_mm _grouped_mm _trilinear _cdist_forward _cdist_backward _pdist_forward _pdist_backward
-    conv_tbc conv_tbc_backward _euclidean_dist"""
+PRODUCTS = """mm bmm _int_mm _grouped_mm _trilinear _cdist_forward _cdist_backward _pdist_forward
+    _pdist_backward conv_tbc conv_tbc_backward _euclidean_dist"""
 
 # How large the result is depends on the data.
 SIZED_BY_DATA = """nonzero masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive
