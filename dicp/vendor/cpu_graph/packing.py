@@ -60,7 +60,7 @@ def packs(node: fx.Node) -> str | None:
     if node.target is torch.ops.dicp.linear.default:
         rows = math.prod(size_hint(n) for n in x.shape[:-1])
         as_it_is = reads_weights(node) or w.dtype == torch.float32 and rows < FEW_ROWS
-        return None if as_it_is or not prefers_onednn(w.dtype) else repr(("linear", rows))
+        return None if as_it_is or not prefers_onednn(node) else repr(("linear", rows))
     if w.dim() != 4:
         return None
     window = winograd.window_of(node)

@@ -69,7 +69,7 @@ def supports(target: Any, node: fx.Node) -> bool:
         return False
     if target is torch.ops.dicp.linear.default:
         act = argument(node, 4, "act", "none")
-        by_library = dtype is not None and prefers_onednn(dtype) and act in ACTIVATIONS
+        by_library = act in ACTIVATIONS and prefers_onednn(node)
         return by_library or matmul.reads_weights(node)
     if target is torch.ops.dicp.scaled_linear.default:
         return bool(matmul.scaled_linear(node, None))
