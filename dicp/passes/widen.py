@@ -17,10 +17,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from dicp.compat import known_equal, size_hint
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import same_stride
 from dicp.ops.library import register
-from dicp.passes.facts import aten, is_tensor, prims, value_of
+from dicp.passes.facts import aten, is_contiguous, is_tensor, prims, value_of
 from dicp.passes.rules import Emitter, finish
 
 PANEL = 16 << 20
@@ -104,12 +105,14 @@ def _in_panels(node: Node, wide: dict[Node, Node]) -> bool:
     if node.target not in (aten.mm.default, aten.addmm.default):
         return False
     *bias, a, b = node.args
-    (m, k), n = value_of(a).shape, value_of(b).shape[1]
-    if not all(isinstance(size, int) for size in (m, k, n)):
+    shape = (value_of(a).shape[0], value_of(b).shape[1])
+    m, n, k = (size_hint(size) for size in (*shape, value_of(a).shape[1]))
+    axis = 1 if n >= m else 0
+    length = shape[axis]
+    if not isinstance(length, int) or not is_contiguous(node):
         return False
-    axis, length = (1, n) if n >= m else (0, m)
     parts = -(-length * max(k, min(m, n)) * torch.float32.itemsize // PANEL)
-    if parts < 2 or not value_of(node).is_contiguous():
+    if parts < 2:
         return False
     step = -(-length // (parts * ALIGN)) * ALIGN
     emit, known = Emitter(node), dict(wide)
@@ -137,7 +140,7 @@ def _part_of(emit: Emitter, bias: Any, axis: int, span: tuple[int, int]) -> Any:
     """What is added to a panel, of what is broadcast to the result."""
     shape = value_of(bias).shape
     dim = axis - (2 - len(shape))
-    if dim < 0 or shape[dim] == 1:
+    if dim < 0 or known_equal(shape[dim], 1):
         return bias
     return _slice(emit, bias, dim, span)
 

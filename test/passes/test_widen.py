@@ -39,7 +39,9 @@ class TestWiden(TestCase, CheckPass):
         def two(x: T, v: T, w: T) -> T:
             return x @ v.t() + x @ w
 
-        self.assertExpectedInline(self.text(two, low(4, 8), low(6, 8), low(8, 6)), """\
+        self.assertExpectedInline(
+            self.text(two, low(4, 8), low(6, 8), low(8, 6)),
+            """\
 graph(arg0_1: bf16[6,8], arg1_1: bf16[4,8], arg2_1: bf16[8,6]):
   v0: f32[4,8] = prims.convert_element_type(arg1_1, f32)
   v1: f32[6,8] = prims.convert_element_type(arg0_1, f32)
@@ -51,7 +53,8 @@ graph(arg0_1: bf16[6,8], arg1_1: bf16[4,8], arg2_1: bf16[8,6]):
   v7: bf16[4,6] = prims.convert_element_type(v6, bf16)
   v8: bf16[4,6] = add(v4, v7)
   return v8
-""")
+""",
+        )
 
     def test_several_results(self) -> None:
         def gradients(g: T, x: T, w: T) -> Any:
@@ -59,7 +62,9 @@ graph(arg0_1: bf16[6,8], arg1_1: bf16[4,8], arg2_1: bf16[8,6]):
             return torch.ops.aten.convolution_backward.default(g, x, w, None, *how)[:2]
 
         shapes = (low(2, 6, 5, 4), low(2, 3, 5, 4), low(6, 3, 3, 3))
-        self.assertExpectedInline(self.text(gradients, *shapes), """\
+        self.assertExpectedInline(
+            self.text(gradients, *shapes),
+            """\
 graph(arg0_1: bf16[2,6,5,4], arg1_1: bf16[2,3,5,4], arg2_1: bf16[6,3,3,3]):
   v0: f32[2,6,5,4] = prims.convert_element_type(arg0_1, f32)
   v1: f32[2,3,5,4] = prims.convert_element_type(arg1_1, f32)
@@ -70,7 +75,8 @@ graph(arg0_1: bf16[2,6,5,4], arg1_1: bf16[2,3,5,4], arg2_1: bf16[6,3,3,3]):
   v6: f32[6,3,3,3] = v3[1]
   v7: bf16[6,3,3,3] = prims.convert_element_type(v6, bf16)
   return v5, v7
-""")
+""",
+        )
 
     def test_a_large_weight_in_panels(self) -> None:
         def layer(x: T, w: T, b: T) -> T:
@@ -78,7 +84,9 @@ graph(arg0_1: bf16[2,6,5,4], arg1_1: bf16[2,3,5,4], arg2_1: bf16[6,3,3,3]):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "PANEL", 64 * 8 * 4)
-            self.assertExpectedInline(self.text(layer, low(4, 8), low(160, 8), low(160)), """\
+            self.assertExpectedInline(
+                self.text(layer, low(4, 8), low(160, 8), low(160)),
+                """\
 graph(arg0_1: bf16[4,8], arg1_1: bf16[160,8], arg2_1: bf16[160]):
   v0: f32[4,8] = prims.convert_element_type(arg0_1, f32)
   v1: bf16[64,8] = slice(arg1_1, 0, 0, 64)
@@ -104,13 +112,15 @@ graph(arg0_1: bf16[4,8], arg1_1: bf16[160,8], arg2_1: bf16[160]):
   v21: bf16[4,32] = prims.convert_element_type(v20, bf16)
   v22: bf16[4,160] = cat([v7,v14,v21], 1)
   return v22
-""")
+""",
+            )
 
     def test_a_large_operand_of_many_rows_in_panels(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "PANEL", 64 * 8 * 4)
             self.assertExpectedInline(
-                self.text(lambda g, x: g.t() @ x, low(4, 100), low(4, 8)), """\
+                self.text(lambda g, x: g.t() @ x, low(4, 100), low(4, 8)),
+                """\
 graph(arg0_1: bf16[4,100], arg1_1: bf16[4,8]):
   v0: bf16[4,64] = slice(arg0_1, 1, 0, 64)
   v1: f32[4,64] = prims.convert_element_type(v0, f32)
@@ -125,7 +135,7 @@ graph(arg0_1: bf16[4,100], arg1_1: bf16[4,8]):
   v10: bf16[36,8] = prims.convert_element_type(v9, bf16)
   v11: bf16[100,8] = cat([v5,v10], 0)
   return v11
-"""
+""",
             )
 
     def test_float32_stays(self) -> None:
@@ -142,8 +152,31 @@ graph(arg0_1: bf16[4,100], arg1_1: bf16[4,8]):
         g = canonicalize(graph_of(torch.mm, low(4, 8), low(8, 6), dynamic=True))
         self.assertIn("mm(", show(self.check(widen, g, Slow())))
         assert all(
-            n.meta["val"].dtype == torch.float32 for n in g.graph.nodes if n.target is torch.ops.aten.mm.default
+            n.meta["val"].dtype == torch.float32
+            for n in g.graph.nodes
+            if n.target is torch.ops.aten.mm.default
         )
+
+    def test_panels_of_as_many_rows_as_there_are(self) -> None:
+        g = canonicalize(graph_of(torch.mm, low(4, 8), low(8, 160), dynamic=True))
+        rows = next(n for n in g.graph.nodes if n.op == "placeholder")
+        assert not isinstance(rows.meta["val"], torch.Tensor)  # symbolic sizes come first
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "PANEL", 64 * 8 * 4)
+            self.check(widen, g, Slow())
+        assert sum(n.target is torch.ops.aten.mm.default for n in g.graph.nodes) == 1  # of unknown columns
+
+        def layer(x: T) -> T:
+            return x @ weight
+
+        weight = low(8, 160)
+        x = low(4, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        g = canonicalize(graph_of(layer, x, dynamic=None))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "PANEL", 64 * 8 * 4)
+            self.check(widen, g, Slow())
+        assert sum(n.target is torch.ops.aten.mm.default for n in g.graph.nodes) == 3
 
     def test_gradients_of_attention(self) -> None:
         def attend(q: T, k: T, v: T) -> T:
