@@ -25,8 +25,8 @@ from dicp.passes.facts import aten, is_contiguous, is_tensor, prims, value_of
 from dicp.passes.rules import Emitter, finish
 
 PANEL = 16 << 20
-"""Bytes of float32 operands and results that a product may take at a time: of a size that stays in a cache
-between its conversion and its use, and with which a product is not slower than in one."""
+"""Bytes of a float32 operand or result that a product takes at a time: what a last-level cache holds between
+the conversion and the use, and little beside a model's other memory."""
 ALIGN = 64  # columns or rows of a panel: whole vectors
 
 
@@ -77,6 +77,7 @@ def _converted(emit: Emitter, x: Any, wide: dict[Node, Node]) -> Any:
 
 
 def _whole(node: Node, wide: dict[Node, Node]) -> None:
+    """The call in float32, where its results have the strides that they were traced with."""
     emit, known = Emitter(node), dict(wide)
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: _converted(emit, n, known))
     new = emit(node.target, *args, **kwargs)
@@ -130,6 +131,7 @@ def _in_panels(node: Node, wide: dict[Node, Node]) -> bool:
 
 
 def _slice(emit: Emitter, x: Any, dim: int, span: tuple[int, int]) -> Node:
+    """A part of x along a dim, as a permutation of a part of what x permutes."""
     if x.target is not aten.permute.default:
         return emit(aten.slice.Tensor, x, dim, *span)
     source, dims = x.args
