@@ -39,7 +39,7 @@ def widen(gm: GraphModule, vendor: Any) -> GraphModule:
     contractions = _contractions()
     wide: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
-        if node.target in contractions and any(_is_low(a) for a in node.all_input_nodes) and ask(node):
+        if node.target in contractions and _is_low(node) and ask(node):
             if not _in_panels(node, wide):
                 _whole(node, wide)
     return finish(gm)
@@ -61,13 +61,16 @@ def _contractions() -> frozenset[Any]:
     )
 
 
-def _is_low(x: Any) -> bool:
-    return is_tensor(x) and value_of(x).dtype in LOW_PRECISION
+def _is_low(node: Node) -> bool:
+    """Whether a contraction multiplies tensors of one low precision; eager refuses others."""
+    given = node.args[:3] if "attention" in str(node.target) else node.args
+    dtypes = {value_of(a).dtype for a in given if is_tensor(a)}
+    return len(dtypes) == 1 and dtypes <= set(LOW_PRECISION)
 
 
 def _converted(emit: Emitter, x: Any, wide: dict[Node, Node]) -> Any:
     """x in float32. What x permutes is converted, so that the copy is made in the order of memory."""
-    if not _is_low(x):
+    if not is_tensor(x) or value_of(x).dtype not in LOW_PRECISION:
         return x
     if x not in wide and x.target is aten.permute.default:
         wide[x] = emit(x.target, _converted(emit, x.args[0], wide), *x.args[1:])

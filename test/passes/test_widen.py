@@ -143,6 +143,12 @@ graph(arg0_1: bf16[4,100], arg1_1: bf16[4,8]):
         before = show(g)
         self.assertEqual(show(self.check(widen, g, Slow())), before)
 
+    def test_what_eager_refuses_stays(self) -> None:
+        g = canonicalize(graph_of(torch.mm, (4, 8), (8, 6)))
+        next(n for n in g.graph.nodes if n.op == "placeholder").meta["val"] = low(4, 8).to("meta")
+        before = show(g)
+        self.assertEqual(show(widen(g, Slow())), before)
+
     def test_a_vendor_without_a_say(self) -> None:
         g = canonicalize(graph_of(torch.mm, low(4, 8), low(8, 6)))
         before = show(g)
