@@ -15,6 +15,7 @@ from dicp.compat import known_equal, size_hint
 from dicp.ir import index as ix
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call, View
+from dicp.schedule.strides import order_of
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
@@ -91,6 +92,7 @@ def mm(node: fx.Node, config: Any) -> list[Claim]:
             c, SHIM + "mm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]
         ),
         out=True,
+        prepare=_as_traced(0, 1),
     )
     onednn = Claim(
         "mm: oneDNN",
@@ -155,6 +157,7 @@ def addmm(node: fx.Node, config: Any) -> list[Claim]:
             ],
         ),
         out=True,
+        prepare=_as_traced(1, 2),
     )
     if not plain:
         return [blas]
@@ -175,6 +178,7 @@ def bmm(node: fx.Node, config: Any) -> list[Claim]:
             c, SHIM + "bmm_out", [w.output(c.outputs[0]), w.tensor(c.args[0]), w.tensor(c.args[1])]
         ),
         out=True,
+        prepare=_as_traced(0, 1),
     )
     return _ordered(node, config, blas, None, gemv("bmm", node, Operands(0, 1)))
 
@@ -189,6 +193,7 @@ def baddbmm(node: fx.Node, config: Any) -> list[Claim]:
             c, SHIM + "baddbmm_out", [w.output(c.outputs[0]), *(w.tensor(a) for a in c.args[:3]), beta, alpha]
         ),
         out=True,
+        prepare=_as_traced(1, 2),
     )
     return [blas]
 
@@ -204,6 +209,21 @@ def reads_weights(node: fx.Node) -> bool:
     else:
         return False
     return _from_memory(node) and gemv("product", node, at) is not None
+
+
+def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
+    """For BLAS: what has to be written for the call lies in the order that it was traced in, so that what is
+    computed from a weight is written as the weight lies, not transposed; what is in memory stays as it is."""
+
+    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        args = list(args)
+        for k in positions:
+            order = order_of(node.args[k].meta["val"])  # type: ignore[union-attr]
+            if len(order) == 2 or order[0] == 0:  # batches outermost, or BLAS copies all of them
+                args[k] = lowering.operand(args[k], order=order)
+        return args
+
+    return prepare
 
 
 def _operands(*positions: int, weight: int) -> Callable[..., Sequence[Any]]:
