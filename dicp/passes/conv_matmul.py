@@ -22,7 +22,7 @@ from dicp.ops.library import register
 from dicp.passes.facts import FREE_OUTPUTS, aten, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
-from dicp.passes.rules import Emitter, finish
+from dicp.passes.rules import Emitter, finish, replace
 
 Part = Literal["result", "input", "weight"]
 """What is computed: the convolution's result, or the gradient of its input or of its weight."""
@@ -138,7 +138,7 @@ def _result(node: Node, conv: Convolution) -> None:
         if bias is None
         else emit(aten.addmm.default, bias, rows, columns)
     )
-    _replace(node, _image(emit, y, node, x, conv))
+    replace(node, _image(emit, y, node, x, conv))
 
 
 def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
@@ -153,23 +153,16 @@ def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
     rows = _channels_as_rows(emit, grad)
     if of_input and 0 in users:
         dx = emit(aten.mm.default, rows, _flat_weight(emit, weight))
-        _replace(users.pop(0), _image(emit, dx, x, x, conv))
+        replace(users.pop(0), _image(emit, dx, x, x, conv))
     if of_weight and 1 in users:
         dw = emit(aten.mm.default, emit(aten.permute.default, rows, [1, 0]), _rows(emit, x, conv))
         dw = emit(aten.view.default, dw, list(value_of(weight).shape))
-        _replace(users[1], _as_traced(emit, dw, users.pop(1)))
+        replace(users[1], _as_traced(emit, dw, users.pop(1)))
     if users:
         left = [k in users for k in range(3)]
         new = emit(node.target, *node.args[:10], left)
         new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", *new.meta)})
         node.replace_all_uses_with(new)
-
-
-def _replace(node: Node, new: Node) -> None:
-    for key, value in node.meta.items():
-        if key != "val":
-            new.meta[key] = value
-    node.replace_all_uses_with(new)
 
 
 def _as_traced(emit: Emitter, new: Node, old: Node) -> Node:

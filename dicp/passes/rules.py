@@ -61,6 +61,16 @@ class Emitter:
             node.graph.erase_node(node)
 
 
+def replace(node: Node, new: Node) -> None:
+    """Have `new` stand for `node`, with what is noted on it, and erase that here: attention, which may drop
+    out, is not pure to all who ask."""
+    for key, value in node.meta.items():
+        if key != "val":
+            new.meta[key] = value
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
 def finish(gm: GraphModule) -> GraphModule:
     """Erase what the rewrites left without a user."""
     gm.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or not is_pure(n))

@@ -22,7 +22,7 @@ from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import same_stride
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_contiguous, is_tensor, prims, value_of
-from dicp.passes.rules import Emitter, finish
+from dicp.passes.rules import Emitter, finish, replace
 
 PANEL = 16 << 20
 """Bytes of a float32 operand or result that a product takes at a time: what a last-level cache holds between
@@ -36,35 +36,33 @@ def widen(gm: GraphModule, vendor: Any) -> GraphModule:
     if ask is None:
         return gm
     register()
-    contractions = _contractions()
+    operands = _operands()
     wide: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
-        if node.target in contractions and _is_low(node) and ask(node):
+        if node.target in operands and _is_low(node, operands[node.target]) and ask(node):
             if not _in_panels(node, wide):
                 _whole(node, wide)
     return finish(gm)
 
 
-def _contractions() -> frozenset[Any]:
-    return frozenset(
-        (
-            aten.mm.default,
-            aten.addmm.default,
-            aten.bmm.default,
-            aten.baddbmm.default,
-            aten.convolution.default,
-            aten.convolution_backward.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            torch.ops.dicp.attention.default,
-        )
-    )
+def _operands() -> dict[Any, int]:
+    """The contractions, and how many leading arguments hold the tensors that must be of one dtype."""
+    return {
+        aten.mm.default: 2,
+        aten.addmm.default: 3,
+        aten.bmm.default: 2,
+        aten.baddbmm.default: 3,
+        aten.convolution.default: 3,
+        aten.convolution_backward.default: 3,
+        aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
+        torch.ops.dicp.attention.default: 3,
+    }
 
 
-def _is_low(node: Node) -> bool:
+def _is_low(node: Node, count: int) -> bool:
     """Whether a contraction multiplies tensors of one low precision; eager refuses others."""
-    given = node.args[:3] if "attention" in str(node.target) else node.args
-    dtypes = {value_of(a).dtype for a in given if is_tensor(a)}
+    dtypes = {value_of(a).dtype for a in node.args[:count] if is_tensor(a)}
     return len(dtypes) == 1 and dtypes <= set(LOW_PRECISION)
 
 
@@ -89,7 +87,7 @@ def _whole(node: Node, wide: dict[Node, Node]) -> None:
         if not same_stride(old, now):
             emit.undo()
             return
-        _replace(node, emit(prims.convert_element_type.default, new, old.dtype))
+        replace(node, emit(prims.convert_element_type.default, new, old.dtype))
     else:
         pairs = [(a, b) for a, b in zip(old, now, strict=True) if isinstance(a, torch.Tensor)]
         if not all(same_stride(a, b) for a, b in pairs):
@@ -99,7 +97,7 @@ def _whole(node: Node, wide: dict[Node, Node]) -> None:
             part = emit(operator.getitem, new, user.args[1])
             if value_of(part).dtype != value_of(user).dtype:
                 part = emit(prims.convert_element_type.default, part, value_of(user).dtype)
-            _replace(user, part)
+            replace(user, part)
         node.graph.erase_node(node)
     wide.update(known)
 
@@ -129,7 +127,7 @@ def _in_panels(node: Node, wide: dict[Node, Node]) -> bool:
         product = emit(node.target, *added, left, right, **node.kwargs)
         panels.append(emit(prims.convert_element_type.default, product, value_of(node).dtype))
     wide.update({x: y for x, y in known.items() if x in (a, b)})  # not the panels'
-    _replace(node, emit(aten.cat.default, panels, axis))
+    replace(node, emit(aten.cat.default, panels, axis))
     return True
 
 
@@ -148,14 +146,6 @@ def _part_of(emit: Emitter, bias: Any, axis: int, span: tuple[int, int]) -> Any:
     if dim < 0 or known_equal(shape[dim], 1):
         return bias
     return _slice(emit, bias, dim, span)
-
-
-def _replace(node: Node, new: Node) -> None:
-    for key, value in node.meta.items():
-        if key != "val":
-            new.meta[key] = value
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)  # here, since attention, which may drop out, is not pure to all who ask
 
 
 __all__ = ["widen"]

@@ -23,8 +23,8 @@ AVX512_LANES = 16
 
 
 def serves(dtype: torch.dtype | None, config: Any) -> bool:
-    """Whether attention by tiles of this dtype is ahead of ATen's kernels: with AVX-512 it is. With AVX2 both
-    run at 100 GF/s (two Zen 3 cores), and the unit would be compiled for nothing."""
+    """Whether attention by tiles of this dtype is ahead of ATen's kernels: with AVX-512 it is. With AVX2
+    they are as fast for long sequences (two Zen 3 cores), and the unit would be compiled for little."""
     return available(dtype) and toolchain.lanes(config) == AVX512_LANES
 
 

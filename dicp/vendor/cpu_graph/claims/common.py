@@ -37,8 +37,7 @@ def onednn_has(dtype: torch.dtype | None) -> bool:
 @functools.cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether torch's libraries have products of a low precision on this processor. Where they have none,
-    ATen multiplies element by element: on two Zen 3 cores products take five times as long as float32's,
-    batched ones 15 times, convolutions 20 times."""
+    ATen multiplies element by element (docs/tuning.md has what that takes)."""
     asked = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",

@@ -43,9 +43,9 @@ def cpu_maker() -> str:
 
 SHALLOW = 512
 """Depth up to which oneDNN's float32 products err less than twice as much as MKL's without AVX-512: its AVX2
-kernels add all of it into one sum. At a depth of 512 they err 1.7 times as much, at 1024 2.3 times."""
+kernels add all of it into one sum (scripts/products.py)."""
 SHORT = 256
-"""Rows from which on MKL is as fast on AMD's processors without AVX-512 (two Zen 3 cores)."""
+"""Rows from which on MKL is as fast on AMD's processors without AVX-512 (scripts/products.py)."""
 
 
 def prefers_onednn(node: fx.Node) -> bool:
@@ -55,9 +55,10 @@ def prefers_onednn(node: fx.Node) -> bool:
     95 %; on Intel MKL is at the peak.
     """
     x = _left(node)
-    if x.dtype == torch.bfloat16 or not _onednn_serves(node) or cpu_maker() != "amd":
-        return x.dtype == torch.bfloat16 and onednn_has(x.dtype)
-    return "avx512f" in cpu_flags() or math.prod(size_hint(n) for n in x.shape[:-1]) <= SHORT
+    if not _onednn_serves(node) or x.dtype == torch.bfloat16:
+        return _onednn_serves(node)
+    short = "avx512f" in cpu_flags() or math.prod(size_hint(n) for n in x.shape[:-1]) <= SHORT
+    return cpu_maker() == "amd" and short
 
 
 def _onednn_serves(node: fx.Node) -> bool:
