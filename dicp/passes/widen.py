@@ -3,8 +3,8 @@
     y: bf16 = mm(a, b)   ->   y = bf16(mm(f32(a), f32(b)))
 
 The sums are float32 in either, and the result is rounded once in either. Operands that others use too are
-converted once; kernels that make them or use the result do the conversion, where there are such. A product
-with a large operand is made in panels, so that no more than PANEL bytes of it are there in float32.
+converted once; kernels that make them or use the result do the conversion, where there are such. A vendor
+whose own products convert blocks of their operands asks for no such copies.
 """
 
 from __future__ import annotations
@@ -17,17 +17,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from dicp.compat import known_equal, size_hint
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import same_stride
 from dicp.ops.library import register
-from dicp.passes.facts import aten, is_contiguous, is_tensor, prims, value_of
+from dicp.passes.facts import aten, is_tensor, prims, value_of
 from dicp.passes.rules import Emitter, finish, replace
-
-PANEL = 16 << 20
-"""Bytes of a float32 operand or result that a product takes at a time: what a last-level cache holds between
-the conversion and the use, and little beside a model's other memory."""
-ALIGN = 64  # columns or rows of a panel: whole vectors
 
 
 def widen(gm: GraphModule, vendor: Any) -> GraphModule:
@@ -40,8 +34,7 @@ def widen(gm: GraphModule, vendor: Any) -> GraphModule:
     wide: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
         if node.target in operands and _is_low(node, operands[node.target]) and ask(node):
-            if not _in_panels(node, wide):
-                _whole(node, wide)
+            _rewrite(node, wide)
     return finish(gm)
 
 
@@ -77,7 +70,7 @@ def _converted(emit: Emitter, x: Any, wide: dict[Node, Node]) -> Any:
     return wide[x]
 
 
-def _whole(node: Node, wide: dict[Node, Node]) -> None:
+def _rewrite(node: Node, wide: dict[Node, Node]) -> None:
     """The call in float32, where its results have the strides that they were traced with."""
     emit, known = Emitter(node), dict(wide)
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: _converted(emit, n, known))
@@ -100,52 +93,6 @@ def _whole(node: Node, wide: dict[Node, Node]) -> None:
             replace(user, part)
         node.graph.erase_node(node)
     wide.update(known)
-
-
-def _in_panels(node: Node, wide: dict[Node, Node]) -> bool:
-    """The product of two matrices by columns or by rows of the result, if there is more than one panel."""
-    if node.target not in (aten.mm.default, aten.addmm.default):
-        return False
-    *bias, a, b = node.args
-    shape = (value_of(a).shape[0], value_of(b).shape[1])
-    m, n, k = (size_hint(size) for size in (*shape, value_of(a).shape[1]))
-    axis = 1 if n >= m else 0
-    length = shape[axis]
-    if not isinstance(length, int) or not is_contiguous(node):
-        return False
-    parts = -(-length * max(k, min(m, n)) * torch.float32.itemsize // PANEL)
-    if parts < 2:
-        return False
-    step = -(-length // (parts * ALIGN)) * ALIGN
-    emit, known = Emitter(node), dict(wide)
-    panels = []
-    for start in range(0, length, step):
-        span = (start, min(start + step, length))
-        left = _converted(emit, a if axis else _slice(emit, a, 0, span), known)
-        right = _converted(emit, _slice(emit, b, 1, span) if axis else b, known)
-        added = [_converted(emit, _part_of(emit, x, axis, span), known) for x in bias]
-        product = emit(node.target, *added, left, right, **node.kwargs)
-        panels.append(emit(prims.convert_element_type.default, product, value_of(node).dtype))
-    wide.update({x: y for x, y in known.items() if x in (a, b)})  # not the panels'
-    replace(node, emit(aten.cat.default, panels, axis))
-    return True
-
-
-def _slice(emit: Emitter, x: Any, dim: int, span: tuple[int, int]) -> Node:
-    """A part of x along a dim, as a permutation of a part of what x permutes."""
-    if x.target is not aten.permute.default:
-        return emit(aten.slice.Tensor, x, dim, *span)
-    source, dims = x.args
-    return emit(x.target, _slice(emit, source, dims[dim], span), dims)
-
-
-def _part_of(emit: Emitter, bias: Any, axis: int, span: tuple[int, int]) -> Any:
-    """What is added to a panel, of what is broadcast to the result."""
-    shape = value_of(bias).shape
-    dim = axis - (2 - len(shape))
-    if dim < 0 or known_equal(shape[dim], 1):
-        return bias
-    return _slice(emit, bias, dim, span)
 
 
 __all__ = ["widen"]

@@ -98,11 +98,13 @@ class CpuGraph:
         from dicp.vendor.cpu_graph import toolchain
         from dicp.vendor.cpu_graph.build import compiler_identity
         from dicp.vendor.cpu_graph.claims import cpu_maker
-        from dicp.vendor.cpu_graph.claims.common import LOW, multiplies
+        from dicp.vendor.cpu_graph.claims.common import FLOATS, LOW, multiplies
+        from dicp.vendor.cpu_graph.microkernels import available
 
         compiler = compiler_identity(config)
         parts = (sorted(toolchain.environment_parts().items()), toolchain.flags(config, compiler).code)
-        return repr((*parts, compiler, cpu_maker(), [multiplies(dtype) for dtype in LOW]))
+        has = [[multiplies(dtype) for dtype in LOW], [available(dtype) for dtype in FLOATS]]
+        return repr((*parts, compiler, cpu_maker(), has))
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cpu_graph.assemble import assemble

@@ -70,7 +70,7 @@ def supports(target: Any, node: fx.Node) -> bool:
     if target is torch.ops.dicp.linear.default:
         act = argument(node, 4, "act", "none")
         by_library = act in ACTIVATIONS and prefers_onednn(node)
-        return by_library or matmul.reads_weights(node)
+        return by_library or matmul.reads_weights(node) or matmul.prefers_tiles(node)
     if target is torch.ops.dicp.scaled_linear.default:
         return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.conv.default:
@@ -91,7 +91,7 @@ def computes_wide(node: fx.Node) -> bool:
     if attention.is_forward(node):
         # ATen's kernels widen tiles of bfloat16 themselves, and are as fast as in float32
         return dtype == torch.float16 and not attention.reads_rows(node)
-    return not matmul.reads_weights(node)
+    return not matmul.reads_weights(node) and not matmul.prefers_tiles(node)
 
 
 @functools.cache

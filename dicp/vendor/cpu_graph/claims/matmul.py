@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,18 @@ from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
     FLOATS,
+    LOW,
     SHIM,
     activation,
     argument,
     aten,
     dtype_of,
+    multiplies,
     onednn_has,
 )
-from dicp.vendor.cpu_graph.claims.gemv import Operands, gemv
+from dicp.vendor.cpu_graph.claims.gemm import gemm
+from dicp.vendor.cpu_graph.claims.gemv import gemv
+from dicp.vendor.cpu_graph.claims.operands import is_batched, operands_of
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 
@@ -44,21 +47,37 @@ def cpu_maker() -> str:
 SHALLOW = 512
 """Depth up to which oneDNN's float32 products err less than twice as much as MKL's without AVX-512: its AVX2
 kernels add all of it into one sum (scripts/products.py)."""
-SHORT = 256
-"""Rows from which on MKL is as fast on AMD's processors without AVX-512 (scripts/products.py)."""
-
 
 def prefers_onednn(node: fx.Node) -> bool:
     """Whether oneDNN serves a product better than MKL does.
 
     bf16 goes to oneDNN wherever that has it. MKL runs fp32 at half of an AMD core's AVX-512 peak, oneDNN at
-    95 %; on Intel MKL is at the peak.
+    95 %; on Intel, and with AVX2, MKL is at the peak.
     """
-    x = _left(node)
-    if not _onednn_serves(node) or x.dtype == torch.bfloat16:
+    if not _onednn_serves(node) or _left(node).dtype == torch.bfloat16:
         return _onednn_serves(node)
-    short = "avx512f" in cpu_flags() or math.prod(size_hint(n) for n in x.shape[:-1]) <= SHORT
-    return cpu_maker() == "amd" and short
+    return _halved_by_mkl()
+
+
+def _halved_by_mkl() -> bool:
+    """Whether MKL runs float32 at half of this processor's peak."""
+    return cpu_maker() == "amd" and "avx512f" in cpu_flags()
+
+
+def prefers_tiles(node: fx.Node) -> bool:
+    """Whether our own tiles serve a product better than the libraries do.
+
+    They do where those have no products of a low precision. In float32 MKL at its peak is as fast; behind for
+    up to 256 rows, ahead where x has to be transposed (scripts/products.py). Where MKL is not at its peak,
+    they serve what oneDNN does not: batches, and such x.
+    """
+    if gemm("product", node) is None:
+        return False
+    x = _left(node)
+    if x.dtype in LOW:
+        return not multiplies(x.dtype)
+    by_rows = known_equal(x.stride(-1), 1) and not is_batched(node)
+    return cpu_maker() == "amd" and _from_memory(node) and by_rows != _halved_by_mkl()
 
 
 def _onednn_serves(node: fx.Node) -> bool:
@@ -70,7 +89,8 @@ def _onednn_serves(node: fx.Node) -> bool:
 
 def _left(node: fx.Node) -> torch.Tensor:
     """The left operand."""
-    return node.args[1 if node.target is aten.addmm.default else 0].meta["val"]  # type: ignore[union-attr, no-any-return]
+    adds = node.target in (aten.addmm.default, aten.baddbmm.default)
+    return node.args[1 if adds else 0].meta["val"]  # type: ignore[union-attr, no-any-return]
 
 
 def _transposed(v: View) -> View:
@@ -100,7 +120,7 @@ def mm(node: fx.Node, config: Any) -> list[Claim]:
         lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
         prepare=_operands(weight=1),
     )
-    return _ordered(node, config, blas, onednn, gemv("mm", node, Operands(0, 1)))
+    return _ordered("mm", node, config, blas, onednn)
 
 
 FEW_BYTES = 1 << 18
@@ -108,15 +128,17 @@ FEW_BYTES = 1 << 18
 
 
 def _ordered(
-    node: fx.Node, config: Any, blas: Claim | None, onednn: Claim | None, few: Claim | None
+    label: str, node: fx.Node, config: Any, blas: Claim | None, onednn: Claim | None
 ) -> list[Claim]:
+    """The libraries and our templates; those first that are predicted to be fastest."""
     if config.numerics == "eager" and blas is not None:
         return [blas]
     if not _onednn_serves(node):
         onednn = None
-    first = onednn if blas is None or (prefers_onednn(node) and not _for_blas(node)) else blas
-    second = blas if first is onednn else onednn
-    order = [few, first, second] if _from_memory(node) else [first, second, few]
+    order = [onednn, blas] if prefers_onednn(node) and not _for_blas(node) else [blas, onednn]
+    tiles, few = gemm(label, node), gemv(label, node)
+    order = [tiles, *order] if prefers_tiles(node) else [*order, tiles]
+    order = [few, *order] if _from_memory(node) else [*order, few]
     return [claim for claim in order if claim is not None]
 
 
@@ -133,7 +155,7 @@ MANY_ROWS = 1024  # with fewer and a transposed weight MKL is well behind oneDNN
 def _for_blas(node: fx.Node) -> bool:
     """Whether a product goes to BLAS where oneDNN is as fast: oneDNN copies a transposed left operand, and
     allocates its result, which costs more than it gains where that is large."""
-    left, result = node.args[-2].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    left, result = _left(node), node.meta["val"]
     rows, nbytes = size_hint(result.shape[0]), size_hint(result.numel()) * result.element_size()
     return not known_equal(left.stride(-1), 1) or (nbytes >= LARGE_RESULT and rows >= MANY_ROWS)
 
@@ -142,9 +164,7 @@ def addmm(node: fx.Node, config: Any) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return []
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    bias = node.args[0].meta["val"]  # type: ignore[union-attr]
-    columns = node.meta["val"].shape[-1]
-    plain = bias.dim() == 1 and known_equal(bias.shape[0], columns) and beta == 1 and alpha == 1
+    at = operands_of(node)
     blas = Claim(
         "addmm: BLAS",
         lambda w, c: w.call(
@@ -160,14 +180,14 @@ def addmm(node: fx.Node, config: Any) -> list[Claim]:
         out=True,
         prepare=_as_traced(1, 2),
     )
-    if not plain:
-        return [blas]
+    if at is None or at.bias is None:
+        return _ordered("addmm", node, config, blas, None)
     onednn = Claim(
         "addmm: oneDNN",
         lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
         prepare=_operands(0, weight=2),
     )
-    return _ordered(node, config, blas, onednn, gemv("addmm", node, Operands(1, 2, bias=0)))
+    return _ordered("addmm", node, config, blas, onednn)
 
 
 def bmm(node: fx.Node, config: Any) -> list[Claim]:
@@ -181,7 +201,7 @@ def bmm(node: fx.Node, config: Any) -> list[Claim]:
         out=True,
         prepare=_as_traced(0, 1),
     )
-    return _ordered(node, config, blas, None, gemv("bmm", node, Operands(0, 1)))
+    return _ordered("bmm", node, config, blas, None)
 
 
 def baddbmm(node: fx.Node, config: Any) -> list[Claim]:
@@ -196,20 +216,12 @@ def baddbmm(node: fx.Node, config: Any) -> list[Claim]:
         out=True,
         prepare=_as_traced(1, 2),
     )
-    return [blas]
+    return _ordered("baddbmm", node, config, blas, None)
 
 
 def reads_weights(node: fx.Node) -> bool:
     """Whether a product has few rows and a weight that comes from memory."""
-    if node.target is torch.ops.dicp.linear.default:
-        at = Operands(0, 1, transposed=True)
-    elif node.target is aten.addmm.default:
-        at = Operands(1, 2, bias=0)
-    elif node.target in (aten.mm.default, aten.bmm.default):
-        at = Operands(0, 1)
-    else:
-        return False
-    return _from_memory(node) and gemv("product", node, at) is not None
+    return gemv("product", node) is not None and _from_memory(node)
 
 
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
@@ -257,13 +269,10 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
         bias, other = (c.args[k] if len(c.args) > k else None for k in (2, 3))
         _linear_call(w, c, c.args[0], c.args[1], bias, other, act)
 
-    few = gemv("linear", node, Operands(0, 1, bias=2, other=3, transposed=True, act=act))
-    if act not in ACTIVATIONS:
-        return [] if few is None else [few]
     library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
     if PACKED in node.args[1].meta:  # type: ignore[union-attr]
         return [library]
-    found = _ordered(node, config, None, library, few)
+    found = _ordered("linear", node, config, None, library if act in ACTIVATIONS else None)
     plain = act == "none" and argument(node, 3, "other", None) is None
     return [*found, Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2))] if plain else found
 
@@ -285,9 +294,12 @@ def _linear_by_blas(w: Any, c: Call) -> None:
 
 
 def scaled_linear(node: fx.Node, config: Any) -> list[Claim]:
-    at = Operands(0, 1, scale=2, bias=3, other=4, transposed=True, act=argument(node, 5, "act", "none"))
-    few = gemv("int8 linear", node, at)
-    return [few] if few is not None else []
+    """Of int8 weights, which no library reads. Where oneDNN multiplies a low precision, it gets them cast."""
+    few, tiles = gemv("int8 linear", node), gemm("int8 linear", node)
+    dtype = dtype_of(node)
+    if dtype in LOW and multiplies(dtype):
+        tiles = None
+    return [claim for claim in (few, tiles) if claim is not None]
 
 
 def _linear_call(

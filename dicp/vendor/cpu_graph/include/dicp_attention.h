@@ -18,20 +18,6 @@ struct Attention {
 constexpr int64_t QUERY_BLOCK = 128, KEY_BLOCK = 512;
 constexpr float NEVER = -__builtin_inff();
 
-// [rows][words] -> [words][to_stride], words of 32 bits: a float, or the pair of 16-bit values that vnni wants
-inline void transpose_words(const float* from, int64_t from_stride, int64_t rows, int64_t words, float* to,
-                            int64_t to_stride) {
-  for (int64_t r = 0; r < rows; r += LANES) {
-    const bool full = rows - r >= LANES;
-    const Lanes some{(int)(rows - r)};
-    for (int64_t w = 0; w < words; ++w) {
-      const float* p = from + r * from_stride + w;
-      if (full) store(to + w * to_stride + r, load_strided(p, from_stride, Full()), Full());
-      else store(to + w * to_stride + r, load_strided(p, from_stride, some), some);
-    }
-  }
-}
-
 // rows a and b of 16-bit values, element by element side by side; b may be absent
 inline void pair_rows(const uint16_t* a, const uint16_t* b, int64_t n, uint32_t* to) {
   if (b)
@@ -104,8 +90,8 @@ template <class T, class M> struct AttentionTile {
     const int64_t end = causal && first + count < a.keys ? first + count : a.keys;
     for (int64_t k0 = 0; k0 < end; k0 += width) {
       const int64_t n = end - k0 < width ? end - k0 : width;
-      transpose_words((const float*)(k + k0 * a.k[2]), a.k[2] / (pairs ? 2 : 1), n, a.depth / (pairs ? 2 : 1), keys,
-                      width);
+      // words of 32 bits: floats, or the pairs of 16-bit values that the product wants
+      bring((const float*)(k + k0 * a.k[2]), 1, a.k[2] / (pairs ? 2 : 1), a.depth / (pairs ? 2 : 1), n, keys, width);
       product(count, n, a.depth, q + first * a.q[2], a.q[2], (const T*)keys, width, scores, width, false);
       const int64_t even = pairs ? (n + 1) / 2 * 2 : n;
       for (int64_t r = 0; r < count; ++r) {

@@ -10,13 +10,8 @@ struct Total { float top, sum; };  // the largest score, and the sum of exponent
 // scores of a row -> weights, not yet divided by their sum: the first `valid` of n count
 template <class M>
 inline Total soften(float* s, int64_t n, int64_t valid, float scale, const M* mask, int64_t mask_step) {
-  const auto each = [](int64_t count, auto f) INLINE {
-    int64_t c = 0;
-    for (; c + LANES <= count; c += LANES) f(c, Full());
-    if (c < count) f(c, Lanes{(int)(count - c)});
-  };
   vf32 most = splat<vf32>(NEVER), total = splat<vf32>(0.0f);
-  each(valid, [&](int64_t c, auto lanes) INLINE {
+  each_part(valid, [&](int64_t c, auto lanes) INLINE {
     vf32 x = load(s + c, lanes) * scale;
     if (mask && mask_step == 1) x = x + load(mask + c, lanes);
     else if (mask) x = x + load_strided(mask + c * mask_step, mask_step, lanes);
@@ -24,7 +19,7 @@ inline Total soften(float* s, int64_t n, int64_t valid, float scale, const M* ma
     most = PickMax()(most, blend(lanes, x, NEVER));
   });
   const float top = hmax(most), bias = top == NEVER ? 0.0f : top;
-  each(valid, [&](int64_t c, auto lanes) INLINE {
+  each_part(valid, [&](int64_t c, auto lanes) INLINE {
     const vf32 x = exp(load(s + c, lanes) - bias);
     store(s + c, x, lanes);
     total = total + blend(lanes, x, 0.0f);

@@ -1,6 +1,6 @@
 // oneDNN's micro-kernels for matrix products, which libtorch exports.
 #pragma once
-#include "dicp_kernel.h"
+#include "dicp_parts.h"
 
 #define DICP_LIBTORCH __attribute__((visibility("default")))
 namespace c10 { struct BFloat16; }
@@ -24,13 +24,6 @@ DICP_INLINE void product(int64_t m, int64_t n, int64_t k, const float* a, int64_
 DICP_INLINE void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t lda, const bf16* b, int64_t ldb,
                          float* c, int64_t ldc, bool add) {
   at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, (const c10::BFloat16*)a, (const c10::BFloat16*)b, c, true);
-}
-
-// f(position, lanes) for each vector of n elements
-template <class F> DICP_INLINE void each_part(int64_t n, F f) {
-  int64_t c = 0;
-  for (; c + LANES <= n; c += LANES) f(c, Full());
-  if (c < n) f(c, Lanes{(int)(n - c)});
 }
 
 }  // namespace dicp

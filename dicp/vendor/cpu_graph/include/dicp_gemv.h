@@ -1,37 +1,14 @@
 // Products of few rows: y = act(x W^T * scale + bias) + other. The weights are read once and the few rows of x
 // meet each piece of them while it is in the first-level cache, so that the time is that of reading W.
 #pragma once
-#include "dicp_kernel.h"
-
-extern "C" int omp_get_max_threads();
-
-#define INLINE __attribute__((always_inline))  // of a lambda
+#include "dicp_product.h"
 
 namespace dicp {
-
-// Sizes, and strides in elements per batch and row. x's depth, y's and other's columns are dense. W: `step`
-// elements from one column of y to the next where its depth is dense, else from one k to the next.
-struct Gemv {
-  int64_t batch, rows, columns, depth;
-  int64_t x[2], y[2], other[2], w, step, scale[2];  // scale: per batch and column; 0: one for all
-};
-
-enum Activation { NONE, RELU, SIGMOID, TANH, SILU, GELU, GELU_TANH };
-template <Activation act> DICP_INLINE vf32 activate(vf32 x) {
-  if constexpr (act == RELU) return maximum(x, splat<vf32>(0.0f));
-  else if constexpr (act == SIGMOID) return sigmoid(x);
-  else if constexpr (act == TANH) return tanh(x);
-  else if constexpr (act == SILU) return x / (1.0f + exp(-x));
-  else if constexpr (act == GELU) return 0.5f * x * (1.0f + erf(x * 0.70710678f));
-  else if constexpr (act == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
-  else return x;
-}
 
 // Rows of x worked on at a time, columns whose weights are read side by side, and elements of depth after which
 // sums are put away: accumulators stay in registers, four streams keep the memory busier than one, and the rounding
 // error grows with a part of the depth.
 constexpr int64_t ROW_BLOCK = 4, STREAMS = 4, DEPTH_BLOCK = 2048;
-constexpr int64_t SMALL_PRODUCT = 1 << 16;  // multiply-adds that are not worth waking threads for
 
 template <class F, int... i> DICP_INLINE void unrolled(F f, isa::Seq<i...>) { (f(i), ...); }
 template <int n, class F> DICP_INLINE void times(F f) { unrolled(f, isa::seq<n>()); }  // f(0), .., f(n - 1)
@@ -86,7 +63,7 @@ DICP_INLINE void axpys(const T* x, int64_t x_row, const W* w, int64_t step, int6
     from[j] = w + (j < count ? j : 0) * step;
     for (int r = 0; r < rows; ++r) a[r][j] = j < count ? (float)decode_one(x[r * x_row + j]) : 0.0f;
   }
-  const auto part = [&](int64_t c, auto lanes) INLINE {
+  each_part(n, [&](int64_t c, auto lanes) INLINE {
     vf32 b[STREAMS];
     times<STREAMS>([&](int j) INLINE { b[j] = cast<vf32>(load(from[j] + c, lanes)); });
     times<rows>([&](int r) INLINE {
@@ -94,10 +71,7 @@ DICP_INLINE void axpys(const T* x, int64_t x_row, const W* w, int64_t step, int6
       times<STREAMS>([&](int j) INLINE { acc = fma(splat<vf32>(a[r][j]), b[j], acc); });
       store(sums + r * sums_row + c, acc, lanes);
     });
-  };
-  int64_t c = 0;
-  for (; c + LANES <= n; c += LANES) part(c, Full());
-  if (c < n) part(c, Lanes{(int)(n - c)});
+  });
 }
 
 // f<n>(first) for blocks of at most ROW_BLOCK of `rows`; only those sizes are instantiated that a known number
@@ -115,38 +89,8 @@ template <int known, class F> DICP_INLINE void row_blocks(int64_t rows, F f) {
 }
 template <int n> constexpr int first_of(isa::Seq<n>) { return n; }
 
-template <class T, class S> struct Epilogue {  // each may be null
-  const S* scale;
-  const T *bias, *other;
-};
-
-// n columns, from `column`, of a row of sums to y
-template <Activation act, class T, class S>
-DICP_INLINE void finish(const float* sums, int64_t n, const Gemv& g, const Epilogue<T, S>& e, int64_t batch,
-                        int64_t row, int64_t column, T* y) {
-  y += batch * g.y[0] + row * g.y[1] + column;
-  const S* const scale = e.scale ? e.scale + batch * g.scale[0] + column * g.scale[1] : nullptr;
-  const T* const bias = e.bias ? e.bias + column : nullptr;
-  const T* const other = e.other ? e.other + batch * g.other[0] + row * g.other[1] + column : nullptr;
-  const auto part = [&](int64_t c, auto lanes) {
-    vf32 v = load(sums + c, lanes);
-    if (scale && g.scale[1]) v = v * load(scale + c, lanes);
-    else if (scale) v = v * (float)decode_one(*scale);
-    if (bias) v = v + load(bias + c, lanes);
-    v = activate<act>(v);
-    if (other) v = v + load(other + c, lanes);
-    store(y + c, v, lanes);
-  };
-  int64_t c = 0;
-  for (; c + LANES <= n; c += LANES) part(c, Full());
-  if (c < n) part(c, Lanes{(int)(n - c)});
-}
-
-DICP_INLINE bool worth_threads(const Gemv& g) {
-  return g.batch * g.rows * g.columns * g.depth > SMALL_PRODUCT;
-}
 // Into how many parts the columns are cut, so that each thread has one.
-DICP_INLINE int64_t shares_of(const Gemv& g) {
+DICP_INLINE int64_t shares_of(const Product& g) {
   const int64_t threads = worth_threads(g) ? omp_get_max_threads() : 1;
   return g.batch >= 4 * threads ? 1 : threads;
 }
@@ -154,7 +98,7 @@ DICP_INLINE int64_t shares_of(const Gemv& g) {
 // W's rows are columns of y. A share of the columns is read as STREAMS streams far apart, each of them contiguous from
 // its first row of W to its last.
 template <int rows, Activation act, class T, class W, class S>
-DICP_INLINE void gemv_rows(const Gemv& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
+DICP_INLINE void gemv_rows(const Product& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
   constexpr int64_t UNIT = 16, ROWS = rows ? rows : 16;
   const int64_t shares = shares_of(g), share = (g.columns + shares - 1) / shares;
 #pragma omp parallel for collapse(2) schedule(static) if (shares > 1 || worth_threads(g))
@@ -173,7 +117,7 @@ DICP_INLINE void gemv_rows(const Gemv& g, const T* x, const W* w, Epilogue<T, S>
               const W* from[STREAMS];  // past the last column the last one again
               for (int64_t j = 0; j < STREAMS; ++j) {
                 const int64_t column = first + j * length + c + i;
-                from[j] = w + b * g.w + (column < last ? column : last - 1) * g.step + k;
+                from[j] = w + b * g.w[0] + (column < last ? column : last - 1) * g.w[2] + k;
               }
               const int64_t depth = g.depth - k < DEPTH_BLOCK ? g.depth - k : DEPTH_BLOCK;
               row_blocks<rows>(count, [&](int64_t r, auto size) {
@@ -193,7 +137,7 @@ DICP_INLINE void gemv_rows(const Gemv& g, const T* x, const W* w, Epilogue<T, S>
 
 // W's columns are columns of y: their sums stay in the first-level cache, a piece of a share at a time
 template <int rows, Activation act, class T, class W, class S>
-DICP_INLINE void gemv_columns(const Gemv& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
+DICP_INLINE void gemv_columns(const Product& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
   constexpr int64_t ROWS = rows ? rows : 16, WIDE = 4096 / ROWS / 64 * 64;
   const int64_t shares = shares_of(g), share = ((g.columns + shares - 1) / shares + LANES - 1) / LANES * LANES;
 #pragma omp parallel for collapse(2) schedule(static) if (shares > 1 || worth_threads(g))
@@ -211,7 +155,7 @@ DICP_INLINE void gemv_columns(const Gemv& g, const T* x, const W* w, Epilogue<T,
           for (int64_t k = 0; k < g.depth; k += STREAMS) {
             const int64_t some = g.depth - k < STREAMS ? g.depth - k : STREAMS;
             row_blocks<rows>(count, [&](int64_t r, auto size) {
-              axpys<first_of(decltype(size)())>(xb + r * g.x[1] + k, g.x[1], w + b * g.w + k * g.step + first, g.step,
+              axpys<first_of(decltype(size)())>(xb + r * g.x[1] + k, g.x[1], w + b * g.w[0] + k * g.w[1] + first, g.w[1],
                                                 some, n, sums + r * WIDE, WIDE);
             });
           }
@@ -223,7 +167,7 @@ DICP_INLINE void gemv_columns(const Gemv& g, const T* x, const W* w, Epilogue<T,
 // rows: their number where it is known, else 0; across: W's columns are y's. scale, bias and other may be null.
 template <int rows, bool across, Activation act, class T, class W, class S>
 int32_t gemv(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes) {
-  const Gemv& g = *(const Gemv*)sizes;
+  const Product& g = *(const Product*)sizes;
   const Epilogue<T, S> e{scale, bias, other};
   if constexpr (across) gemv_columns<rows, act>(g, x, w, e, y);
   else gemv_rows<rows, act>(g, x, w, e, y);

@@ -7,8 +7,6 @@
 // is NaN, and a sum may overflow, so the caller is told when something was not finite.
 #pragma once
 #include "dicp_brgemm.h"
-extern "C" int omp_get_max_threads();
-extern "C" int omp_get_thread_num();
 
 namespace dicp {
 
@@ -28,28 +26,6 @@ constexpr int64_t DEPTH = 128;
 constexpr int64_t SLICE_BYTES = 4 << 20, SLICE_RESULTS = 128;
 
 // -- weights -----------------------------------------------------------------------------------------------
-
-template <int start, int... i> DICP_INLINE vf32 interleave(vf32 a, vf32 b, isa::Seq<i...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-  return __builtin_shufflevector(a, b, (i / 2 + start + i % 2 * LANES)...);
-#else
-  return __builtin_shuffle(a, b, vi32{(i / 2 + start + i % 2 * LANES)...});
-#endif
-}
-// LANES rows of LANES elements become its columns: a perfect shuffle for each bit of the position
-DICP_INLINE void transpose(vf32* r) {
-#pragma GCC unroll 8
-  for (int bit = 1; bit < LANES; bit *= 2) {
-    vf32 s[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES / 2; ++i) {
-      s[2 * i] = interleave<0>(r[i], r[i + LANES / 2], isa::seq<>());
-      s[2 * i + 1] = interleave<LANES / 2>(r[i], r[i + LANES / 2], isa::seq<>());
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; ++i) r[i] = s[i];
-  }
-}
 
 // The windows of up to LANES results and LANES channels as window[channel][9][result], absent results 0.
 inline void read_windows(const Winograd& a, const float* w, int64_t results, int64_t channels,
@@ -224,20 +200,6 @@ struct WinogradTiles {
       for (int64_t c = 0; c < a.channels; c += DEPTH)
         product(count, n, a.channels - c < DEPTH ? a.channels - c : DEPTH, v + i * plane + c, lead,
                 u + (i * a.channels + c) * n, n, m + i * plane_m, lead_m, c > 0);
-  }
-};
-
-// A workspace, and the threads that it is for: not more than were planned.
-struct Workspace {
-  float* memory;
-  int64_t floats, threads;
-  Workspace(void* at, int64_t bytes, int64_t planned) : memory((float*)at), floats(bytes / (int64_t)sizeof(float)) {
-    threads = omp_get_max_threads() < planned ? omp_get_max_threads() : planned;
-  }
-  float* take(int64_t n) {  // null where it is short
-    float* const found = memory;
-    memory += n, floats -= n;
-    return floats < 0 ? nullptr : found;
   }
 };
 

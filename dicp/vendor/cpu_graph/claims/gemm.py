@@ -1,0 +1,75 @@
+"""Products of many rows by tiles around oneDNN's micro-kernels (include/dicp_gemm.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.schedule.defs import Call
+from dicp.vendor.base import Claim
+from dicp.vendor.cpu_graph.claims.operands import (
+    PARAMETERS,
+    Operands,
+    arguments,
+    given,
+    operands_of,
+    prepare,
+    reads,
+)
+from dicp.vendor.cpu_graph.microkernels import available
+
+ROW_TILE, ROW_GROUP, COLUMN_TILE, DEPTH_TILE = 128, 512, 128, 128
+"""As in the header."""
+
+_SOURCE = """\
+#include "dicp_gemm.h"
+using namespace dicp;
+
+extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+  return gemm<{act}>(x, w, scale, bias, other, y, sizes, {{space, bytes, threads}});
+}}
+"""
+
+
+def gemm(label: str, node: fx.Node) -> Claim | None:
+    """The claim by this template, for operands of a dtype it reads."""
+    at = operands_of(node)
+    if at is None or not reads(node, at) or not available(torch.float32):
+        return None
+    return Claim(
+        f"{label}: tiles",
+        lambda writer, call: _emit(writer, call, at),
+        out=True,
+        prepare=lambda lowering, n, args: prepare(lowering, args, at, columns_of_x=True),
+        workspace=lambda lowering, n, args: _workspace(lowering, args, at),
+    )
+
+
+def _workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
+    """Bytes of the header's blocks, for each thread."""
+    columns, depth = args[at.w].shape[-2:] if at.transposed else args[at.w].shape[:-3:-1]
+    rows = args[at.x].shape[-2] if len(args[at.x].shape) == len(args[at.w].shape) else ROW_GROUP
+    width, deep = (-(-_most(n, tile) // 16) * 16 for n, tile in ((columns, COLUMN_TILE), (depth, DEPTH_TILE)))
+    floats = deep * width + _most(rows, ROW_TILE) * deep + _most(rows, ROW_GROUP) * width
+    return 4 * floats * int(lowering.vendor.machine(lowering.config).threads)
+
+
+def _most(size: Any, tile: int) -> int:
+    return min(size, tile) if isinstance(size, int) else tile
+
+
+def _emit(writer: Any, call: Call, at: Operands) -> None:
+    g, space = given(call, at), call.outputs[-1]
+    assert space is not None
+    words = g.kinds()
+    name = f"gemm_{'_'.join(dict.fromkeys(words.values()))}_{at.act}"
+    parameters = PARAMETERS.format(**words) + ", void* space, int64_t bytes, int64_t threads"
+    source = _SOURCE.format(name=name, parameters=parameters, act=at.act.upper())
+    room = [writer.pointer(space), str(space.shape[0]), str(torch.get_num_threads())]
+    writer.call(call, str(writer.template(name, parameters, source)), [*arguments(writer, g), *room])
+
+
+__all__ = ["gemm"]

@@ -1,0 +1,94 @@
+// Products of many rows by tiles: y = act(x w * scale + bias) + other, in float32 around oneDNN's micro-kernels. What
+// an operand's dtype or order needs is done to a block of it at a time, in the caches; so is what follows the product.
+#pragma once
+#include "dicp_brgemm.h"
+#include "dicp_product.h"
+
+namespace dicp {
+
+// Blocks of a thread: of w [DEPTH_TILE, COLUMN_TILE], which meets up to ROW_GROUP rows of x, ROW_TILE at a time. The
+// block and those rows (128 KB) stay in its second-level cache. Every DEPTH_TILE products a sum is rounded into memory,
+// so that it errs as a sum of so many does and not as one of all: as MKL's, or less (scripts/products.py).
+constexpr int64_t ROW_TILE = 128, ROW_GROUP = 512, COLUMN_TILE = 128, DEPTH_TILE = 128;
+
+DICP_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// The workspace of one thread, and its work on the rows of one panel, COLUMN_TILE columns of y.
+template <Activation act, class T, class W, class S> struct GemmTile {
+  const Product& g;
+  const T* x;
+  const W* w;
+  const Epilogue<T, S> e;
+  T* y;
+  int64_t width, depth;                               // of a block of w, its rows whole cache lines
+  float *block = nullptr, *rows = nullptr, *sums = nullptr;  // [depth][width], [ROW_TILE][depth], [ROW_GROUP][width]
+
+  GemmTile(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
+      : g(of), x(left), w(right), e(after), y(result) {
+    width = (least(g.columns, COLUMN_TILE) + 15) / 16 * 16, depth = (least(g.depth, DEPTH_TILE) + 15) / 16 * 16;
+  }
+  int64_t floats() const { return depth * width + least(g.rows, ROW_TILE) * depth + least(g.rows, ROW_GROUP) * width; }
+  void use(float* memory) {
+    block = memory, rows = block + depth * width, sums = rows + least(g.rows, ROW_TILE) * depth;
+  }
+
+  // rows [first, last) of the panel of n columns from `column` on
+  void panel(int64_t batch, int64_t first, int64_t last, int64_t column, int64_t n) {
+    for (int64_t group = first; group < last; group += ROW_GROUP) {
+      const int64_t of_group = least(last - group, ROW_GROUP);
+      for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) {
+        const int64_t some = least(g.depth - k, DEPTH_TILE);
+        if (group == first || g.depth > DEPTH_TILE)
+          bring(w + batch * g.w[0] + k * g.w[1] + column * g.w[2], g.w[1], g.w[2], some, n, block, width);
+        for (int64_t r = 0; r < of_group; r += ROW_TILE)
+          multiply(x + batch * g.x[0] + (group + r) * g.x[1] + k * g.x[2], least(of_group - r, ROW_TILE), n, some,
+                   sums + r * width, k > 0);
+      }
+      for (int64_t r = 0; r < of_group; ++r) finish<act>(sums + r * width, n, g, e, batch, group + r, column, y);
+    }
+  }
+
+  // sums (+)= some of the depth of m rows of x, from `left` on, times the block
+  DICP_INLINE void multiply(const T* left, int64_t m, int64_t n, int64_t some, float* to, bool add) {
+    if constexpr (same<T, float>)
+      if (g.x[2] == 1) return product(m, n, some, left, g.x[1], block, width, to, width, add);
+    bring(left, g.x[1], g.x[2], m, some, rows, depth);
+    product(m, n, some, rows, depth, block, width, to, width, add);
+  }
+};
+
+// scale, bias and other may be null. Returns not 0 where memory is short or the micro-kernels raised.
+template <Activation act, class T, class W, class S>
+int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
+             Workspace space) {
+  const Product& g = *(const Product*)sizes;
+  const GemmTile<act, T, W, S> like(g, x, w, {scale, bias, other}, y);
+  const int64_t threads = worth_threads(g) ? space.threads : 1;
+  float* const memory = space.take(threads * like.floats());
+  if (!memory) return 1;
+  const int64_t panels = (g.columns + COLUMN_TILE - 1) / COLUMN_TILE, tiles = (g.rows + ROW_TILE - 1) / ROW_TILE;
+  // parts of the rows, each with a block of its own, where panels alone are too few
+  const int64_t parts = least((4 * threads + g.batch * panels - 1) / (g.batch * panels), tiles);
+  int32_t failed = 0;
+#pragma omp parallel reduction(| : failed) num_threads(threads)
+  {
+    GemmTile<act, T, W, S> tile = like;
+    tile.use(memory + omp_get_thread_num() * like.floats());
+#pragma omp for collapse(3) schedule(dynamic)
+    for (int64_t batch = 0; batch < g.batch; ++batch)
+      for (int64_t panel = 0; panel < panels; ++panel)
+        for (int64_t part = 0; part < parts; ++part) {
+          if (failed) continue;
+          const int64_t first = part * tiles / parts * ROW_TILE, last = (part + 1) * tiles / parts * ROW_TILE;
+          const int64_t column = panel * COLUMN_TILE;
+          try {
+            tile.panel(batch, first, least(last, g.rows), column, least(g.columns - column, COLUMN_TILE));
+          } catch (...) {
+            failed = 1;
+          }
+        }
+  }
+  return failed;
+}
+
+}  // namespace dicp

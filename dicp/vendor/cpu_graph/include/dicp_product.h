@@ -1,0 +1,54 @@
+// What the templates of matrix products share: y = act(x w * scale + bias) + other.
+#pragma once
+#include "dicp_parts.h"
+
+namespace dicp {
+
+// Sizes, and strides in elements: x's per batch, row and depth, w's per batch, depth and column, y's and other's per
+// batch and row (their columns are dense), scale's per batch and column (0: one for all).
+struct Product {
+  int64_t batch, rows, columns, depth;
+  int64_t x[3], w[3], y[2], other[2], scale[2];
+};
+
+constexpr int64_t SMALL_PRODUCT = 1 << 16;  // multiply-adds that are not worth waking threads for
+DICP_INLINE bool worth_threads(const Product& g) {
+  return g.batch * g.rows * g.columns * g.depth > SMALL_PRODUCT;
+}
+
+enum Activation { NONE, RELU, SIGMOID, TANH, SILU, GELU, GELU_TANH };
+template <Activation act> DICP_INLINE vf32 activate(vf32 x) {
+  if constexpr (act == RELU) return maximum(x, splat<vf32>(0.0f));
+  else if constexpr (act == SIGMOID) return sigmoid(x);
+  else if constexpr (act == TANH) return tanh(x);
+  else if constexpr (act == SILU) return x / (1.0f + exp(-x));
+  else if constexpr (act == GELU) return 0.5f * x * (1.0f + erf(x * 0.70710678f));
+  else if constexpr (act == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+  else return x;
+}
+
+template <class T, class S> struct Epilogue {  // each may be null
+  const S* scale;
+  const T *bias, *other;
+};
+
+// n columns, from `column`, of a row of sums to y
+template <Activation act, class T, class S>
+DICP_INLINE void finish(const float* sums, int64_t n, const Product& g, const Epilogue<T, S>& e, int64_t batch,
+                        int64_t row, int64_t column, T* y) {
+  y += batch * g.y[0] + row * g.y[1] + column;
+  const S* const scale = e.scale ? e.scale + batch * g.scale[0] + column * g.scale[1] : nullptr;
+  const T* const bias = e.bias ? e.bias + column : nullptr;
+  const T* const other = e.other ? e.other + batch * g.other[0] + row * g.other[1] + column : nullptr;
+  each_part(n, [&](int64_t c, auto lanes) INLINE {
+    vf32 v = load(sums + c, lanes);
+    if (scale && g.scale[1]) v = v * load(scale + c, lanes);
+    else if (scale) v = v * (float)decode_one(*scale);
+    if (bias) v = v + load(bias + c, lanes);
+    v = activate<act>(v);
+    if (other) v = v + load(other + c, lanes);
+    store(y + c, v, lanes);
+  });
+}
+
+}  // namespace dicp

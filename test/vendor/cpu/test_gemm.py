@@ -1,0 +1,164 @@
+"""Products by tiles: against float64, under the rule of all tests (no further from it than twice eager), over sizes
+that are no multiple of a tile, layouts, dtypes and what follows the product; and which products they serve."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import products
+import pytest
+import torch
+import torch.nn.functional as F
+from products import ACTIVATIONS
+
+from dicp.compiler import Compiled, observe
+from dicp.vendor.cpu_graph.claims import matmul
+from dicp.vendor.cpu_graph.claims.gemm import gemm
+from dicp.vendor.cpu_graph.microkernels import available
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+check = functools.partial(products.check, claim="tiles")
+pytestmark = pytest.mark.skipif(not available(torch.float32), reason="no micro-kernels for this processor")
+
+
+@pytest.fixture(autouse=True)
+def _preferred(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiles before any library, on whatever processor the test runs."""
+    if "chosen" not in request.keywords:
+        monkeypatch.setattr(matmul, "prefers_tiles", lambda node: gemm("product", node) is not None)
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows, depth, columns", [(9, 301, 517), (641, 140, 130), (128, 128, 128), (1100, 17, 33)]
+)
+def test_sizes_and_tails(rows: int, depth: int, columns: int, dtype: torch.dtype) -> None:
+    x, w = torch.randn(rows, depth, dtype=dtype), torch.randn(columns, depth, dtype=dtype)
+    check(F.linear, x, w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_may_lie_anywhere(dtype: torch.dtype) -> None:
+    x, w = torch.randn(301, 140, dtype=dtype), torch.randn(301, 517, dtype=dtype)
+    for fn in (
+        lambda x, w: x.t() @ w,
+        lambda x, w: x.t()[3:99] @ w[:, 5:200],
+        lambda x, w: x.t().contiguous() @ w.t().contiguous().t(),
+        lambda x, w: x[:, ::2].t() @ w[:, ::3],
+        lambda x, w: x[:1].expand(140, 140) @ w[2, :140].expand(9, 140).t(),
+    ):
+        torch._dynamo.reset()
+        check(fn, x, w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_bias_activation_and_residual(act: str, dtype: torch.dtype) -> None:
+    x, w = torch.randn(2, 13, 257, dtype=dtype), torch.randn(521, 257, dtype=dtype) / 16
+    b, r = torch.randn(521, dtype=dtype), torch.randn(2, 13, 521, dtype=dtype)
+    check(lambda x, w, b, r: r + ACTIVATIONS[act](F.linear(x, w, b)), x, w, b, r)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batches_and_what_is_added(dtype: torch.dtype) -> None:
+    x, w, c = (torch.randn(3, *s, dtype=dtype) for s in ((140, 67), (67, 331), (140, 331)))
+    check(torch.bmm, x, w)
+    torch._dynamo.reset()
+    check(lambda x, w: torch.bmm(x.mT.contiguous().mT, w.mT.contiguous().mT), x, w)
+    torch._dynamo.reset()
+    check(torch.baddbmm, c, x, w)
+    torch._dynamo.reset()
+    check(torch.addmm, c[0], x[0], w[0])
+    torch._dynamo.reset()
+    check(lambda c, x, w: torch.addmm(c, x, w, beta=0.5), c[0], x[0], w[0], claim="BLAS")
+
+
+def test_int8_weights_are_read_as_stored() -> None:
+    x, w, s = (
+        torch.randn(40, 200),
+        torch.randint(-127, 128, (333, 200), dtype=torch.int8),
+        torch.rand(333) / 64,
+    )
+    check(lambda x, w, s: F.silu(F.linear(x, w.to(x.dtype)) * s), x, w, s)
+
+
+def test_sizes_that_vary_are_served_by_one_program() -> None:
+    compiled, seen = torch.compile(lambda x, w: x @ w.t(), backend="dicp_cpu", dynamic=True), []
+    with observe(seen.append):
+        for rows, depth, columns in ((9, 33, 57), (700, 300, 140), (129, 17, 600)):
+            x, w = torch.randn(rows, depth), torch.randn(columns, depth)
+            torch.testing.assert_close(compiled(x, w), x @ w.t(), rtol=1e-5, atol=1e-4)
+    (only,) = seen
+    assert [c.claim.name for c in only.program.library_calls] == ["linear: tiles"]
+
+
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_instruction_sets(dtype: torch.dtype, isa: str) -> None:
+    x, w = torch.randn(43, 301, dtype=dtype), torch.randn(517, 301, dtype=dtype)
+    check(lambda x, w: F.silu(x @ w.t()), x, w, isa=isa)
+
+
+def test_fewer_and_more_threads_than_when_compiled() -> None:
+    x, w = torch.randn(300, 200), torch.randn(200, 300)
+    compiled, threads = torch.compile(torch.mm, backend="dicp_cpu"), torch.get_num_threads()
+    first = compiled(x, w)
+    try:
+        for n in (1, 3 * threads):
+            torch.set_num_threads(n)
+            assert torch.equal(compiled(x, w), first)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nan_and_infinity_spread_as_in_eager() -> None:
+    x, w = torch.randn(20, 300), torch.randn(512, 300)
+    w[5, 7], w[8, 9], x[1, 299] = float("nan"), float("inf"), float("-inf")
+    got = torch.compile(lambda x, w: F.relu(x @ w.t()), backend="dicp_cpu")(x, w)
+    torch.testing.assert_close(got, F.relu(x @ w.t()), rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+def test_a_sum_errs_less_than_one_of_the_whole_depth() -> None:
+    """Sums of 128 products are rounded into memory: as one sum of 4096 it would err about three times as much."""
+    x, w = torch.randn(64, 4096), torch.randn(4096, 64)
+    exact = x.double() @ w.double()
+    mine, eager = torch.compile(torch.mm, backend="dicp_cpu")(x, w), x @ w
+    assert (mine - exact).norm() <= 1.5 * (eager - exact).norm()
+
+
+@pytest.mark.chosen
+@pytest.mark.parametrize(
+    "maker, flags, by_rows, turned, batches",
+    [
+        ("amd", {"avx2", "fma"}, "mm: tiles", "mm: BLAS", "bmm: BLAS"),
+        ("amd", {"avx2", "fma", "avx512f"}, "mm: oneDNN", "mm: tiles", "bmm: tiles"),
+        ("intel", {"avx2", "fma"}, "mm: BLAS", "mm: BLAS", "bmm: BLAS"),
+        ("intel", {"avx2", "fma", "avx512f"}, "mm: BLAS", "mm: BLAS", "bmm: BLAS"),
+    ],
+)
+def test_which_products_they_serve(
+    maker: str, flags: set[str], by_rows: str, turned: str, batches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: maker)
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: flags)
+    x, w = torch.randn(300, 300), torch.randn(300, 300)
+    assert chosen(torch.mm, x, w) == by_rows
+    assert chosen(lambda x, w: x.t() @ w, x, w) == turned
+    assert chosen(torch.bmm, x.expand(2, 300, 300), w.expand(2, 300, 300)) == batches
+    assert chosen(torch.mm, x[:20, :20], w[:20, :20]) != "mm: tiles"  # not worth a unit's compile
+
+
+def chosen(fn: Any, *args: torch.Tensor) -> str:
+    """The claim of the only call."""
+    torch._dynamo.reset()
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        torch.compile(fn, backend="dicp_cpu")(*args)
+    (call,) = (c for s in seen for c in s.program.library_calls)
+    return call.claim.name
