@@ -1,5 +1,5 @@
-"""What docs/tuning.md says of products: GF/s of ATen's low precision beside float32's with the conversions,
-and of float32 by MKL and by oneDNN, with how far each errs.
+"""What docs/tuning.md says of products: GF/s of ATen's low precision beside float32's with the conversions
+and beside dicp_cpu's, and of float32 by MKL, by oneDNN and by what dicp_cpu calls, with how far each errs.
 
     python scripts/products.py
 """
@@ -7,25 +7,28 @@ and of float32 by MKL and by oneDNN, with how far each errs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dicp.bench.measure import alternating
+from dicp.compiler import observe
 
 LOW = (torch.bfloat16, torch.float16)
 
 
 def low_precision(label: str, flops: float, fn: Callable[..., Tensor], *operands: Tensor) -> None:
-    """GF/s of fn in each low precision, and by way of float32."""
+    """GF/s of fn in each low precision, by way of float32, and compiled."""
     figures = []
     for dtype in LOW:
         given = [t.to(dtype) for t in operands]
         plain = functools.partial(fn, *given)
-        ms = alternating([plain, functools.partial(through_float32, fn, given)])
-        figures += [f"{dtype} {flops / ms[0] / 1e6:.0f}", f"through float32 {flops / ms[1] / 1e6:.0f}"]
+        compiled, _ = by_dicp(fn, given)
+        ms = alternating([plain, functools.partial(through_float32, fn, given), compiled])
+        each = zip((str(dtype), "through float32", "dicp_cpu"), ms, strict=True)
+        figures += [f"{what} {flops / t / 1e6:.0f}" for what, t in each]
     print(f"{label}: {', '.join(figures)}", flush=True)
 
 
@@ -33,14 +36,39 @@ def through_float32(fn: Callable[..., Tensor], given: list[Tensor]) -> Tensor:
     return fn(*(t.float() for t in given)).to(given[0].dtype)
 
 
-def libraries(rows: int, depth: int, columns: int) -> None:
-    """GF/s of a float32 product by MKL and by oneDNN, and oneDNN's error over MKL's, root mean square."""
-    x, w = torch.randn(rows, depth), torch.randn(columns, depth)
-    calls = [lambda: x @ w.t(), lambda: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")]
+def by_dicp(fn: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[Callable[[], Tensor], str]:
+    """fn compiled for these operands, and which call serves it."""
+    torch._dynamo.reset()
+    compiled, seen = torch.compile(fn, backend="dicp_cpu"), []
+    with observe(seen.append):
+        compiled(*given)
+    names = [call.claim.name.rpartition(": ")[2] for found in seen for call in found.program.library_calls]
+    return functools.partial(compiled, *given), ", ".join(names)
+
+
+def product(rows: int, depth: int, columns: int, turned: bool) -> None:
+    """GF/s of a float32 product, and the errors of oneDNN and dicp_cpu over MKL's, root mean square.
+
+    turned: the left operand lies by columns, as in the gradient of a weight.
+    """
+    x = torch.randn(depth, rows).t() if turned else torch.randn(rows, depth)
+    w = torch.randn(columns, depth)
+    compiled, name = by_dicp(lambda x, w: x @ w.t(), (x, w))
+    calls = [
+        lambda: x @ w.t(),
+        lambda: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""),
+        compiled,
+    ]
     exact, flops = x.double() @ w.double().t(), 2.0 * rows * depth * columns
-    mkl, onednn = (flops / ms / 1e6 for ms in alternating(calls))
+    rates = [flops / ms / 1e6 for ms in alternating(calls)]
     errors = [(call().double() - exact).norm().item() for call in calls]
-    print(f"{rows:6} {depth:6} {columns:8} {mkl:6.0f} {onednn:8.0f} {errors[1] / errors[0]:8.2f}", flush=True)
+    print(
+        f"{rows:6} {depth:6} {columns:8}  {'turned' if turned else '':6}"
+        + "".join(f"{rate:9.0f}" for rate in rates)
+        + "".join(f"{error / errors[0]:9.2f}" for error in errors[1:])
+        + f"  {name}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -52,10 +80,12 @@ def main() -> None:
     flops = 2.0 * 2 * 14 * 14 * 256**2 * 9
     low_precision("convolution", flops, lambda x, w: F.conv2d(x, w, padding=1), image, window)
     low_precision("24 products", 2.0 * 24 * 197**2 * 64, torch.bmm, r(24, 197, 64), r(24, 64, 197))
-    print("\n  rows  depth  columns    MKL   oneDNN  errors")
-    for depth in (256, 512, 1024, 2816):
+    print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: oneDNN, dicp_cpu")
+    for depth in (256, 1024, 2816):
         for rows in (16, 64, 256, 1024):
-            libraries(rows, depth, 1024)
+            product(rows, depth, 1024, turned=False)
+    for rows in (256, 1024):
+        product(rows, 1024, 1024, turned=True)
 
 
 if __name__ == "__main__":
