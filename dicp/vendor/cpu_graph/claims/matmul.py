@@ -48,6 +48,7 @@ SHALLOW = 512
 """Depth up to which oneDNN's float32 products err less than twice as much as MKL's without AVX-512: its AVX2
 kernels add all of it into one sum (scripts/products.py)."""
 
+
 def prefers_onednn(node: fx.Node) -> bool:
     """Whether oneDNN serves a product better than MKL does.
 

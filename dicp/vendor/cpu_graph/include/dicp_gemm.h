@@ -9,7 +9,7 @@ namespace dicp {
 // Blocks of a thread: of w [DEPTH_TILE, COLUMN_TILE], which meets up to ROW_GROUP rows of x, ROW_TILE at a time. The
 // block and those rows (128 KB) stay in its second-level cache. Every DEPTH_TILE products a sum is rounded into memory,
 // so that it errs as a sum of so many does and not as one of all: as MKL's, or less (scripts/products.py).
-constexpr int64_t ROW_TILE = 128, ROW_GROUP = 512, COLUMN_TILE = 128, DEPTH_TILE = 128;
+constexpr int64_t FEW = 16, ROW_TILE = 128, ROW_GROUP = 512, COLUMN_TILE = 128, DEPTH_TILE = 128;
 
 DICP_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -20,7 +20,7 @@ template <Activation act, class T, class W, class S> struct GemmTile {
   const W* w;
   const Epilogue<T, S> e;
   T* y;
-  int64_t width, depth;                               // of a block of w, its rows whole cache lines
+  int64_t width, depth;                                      // of a block of w, its rows whole cache lines
   float *block = nullptr, *rows = nullptr, *sums = nullptr;  // [depth][width], [ROW_TILE][depth], [ROW_GROUP][width]
 
   GemmTile(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
@@ -51,9 +51,17 @@ template <Activation act, class T, class W, class S> struct GemmTile {
   // sums (+)= some of the depth of m rows of x, from `left` on, times the block
   DICP_INLINE void multiply(const T* left, int64_t m, int64_t n, int64_t some, float* to, bool add) {
     if constexpr (same<T, float>)
-      if (g.x[2] == 1) return product(m, n, some, left, g.x[1], block, width, to, width, add);
+      if (g.x[2] == 1) return products(m, n, some, left, g.x[1], to, add);
     bring(left, g.x[1], g.x[2], m, some, rows, depth);
-    product(m, n, some, rows, depth, block, width, to, width, add);
+    products(m, n, some, rows, depth, to, add);
+  }
+
+  // Rows beyond a multiple of FEW apart: oneDNN keeps a kernel for each number of rows that it has seen (44 KB a
+  // thread), which are then few, whatever sizes a program is called with.
+  DICP_INLINE void products(int64_t m, int64_t n, int64_t some, const float* left, int64_t step, float* to, bool add) {
+    const int64_t rest = m % FEW, many = m - rest;
+    if (many) product(many, n, some, left, step, block, width, to, width, add);
+    if (rest) product(rest, n, some, left + many * step, step, block, width, to + many * width, width, add);
   }
 };
 
