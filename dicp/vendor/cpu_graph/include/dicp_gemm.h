@@ -74,9 +74,12 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
   const int64_t threads = worth_threads(g) ? space.threads : 1;
   float* const memory = space.take(threads * like.floats());
   if (!memory) return 1;
-  const int64_t panels = (g.columns + COLUMN_TILE - 1) / COLUMN_TILE, tiles = (g.rows + ROW_TILE - 1) / ROW_TILE;
-  // parts of the rows, each with a block of its own, where panels alone are too few
-  const int64_t parts = least((4 * threads + g.batch * panels - 1) / (g.batch * panels), tiles);
+  const int64_t panels = (g.columns + COLUMN_TILE - 1) / COLUMN_TILE, all = g.batch * panels;
+  // parts of the rows, each with a block of its own, where panels alone are too few: of whole tiles, or of fewer rows
+  // where a thread would have none
+  const bool small = all * ((g.rows + ROW_TILE - 1) / ROW_TILE) < threads;
+  const int64_t unit = small ? FEW : ROW_TILE, units = (g.rows + unit - 1) / unit;
+  const int64_t parts = least(((small ? 1 : 4) * threads + all - 1) / all, units);
   int32_t failed = 0;
 #pragma omp parallel reduction(| : failed) num_threads(threads)
   {
@@ -87,7 +90,7 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
       for (int64_t panel = 0; panel < panels; ++panel)
         for (int64_t part = 0; part < parts; ++part) {
           if (failed) continue;
-          const int64_t first = part * tiles / parts * ROW_TILE, last = (part + 1) * tiles / parts * ROW_TILE;
+          const int64_t first = part * units / parts * unit, last = (part + 1) * units / parts * unit;
           const int64_t column = panel * COLUMN_TILE;
           try {
             tile.panel(batch, first, least(last, g.rows), column, least(g.columns - column, COLUMN_TILE));
