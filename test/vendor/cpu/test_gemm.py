@@ -79,12 +79,11 @@ def test_batches_and_what_is_added(dtype: torch.dtype) -> None:
     check(lambda c, x, w: torch.addmm(c, x, w, beta=0.5), c[0], x[0], w[0], claim="BLAS")
 
 
-def test_int8_weights_are_read_as_stored() -> None:
-    x, w, s = (
-        torch.randn(40, 200),
-        torch.randint(-127, 128, (333, 200), dtype=torch.int8),
-        torch.rand(333) / 64,
-    )
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_weights_are_read_as_stored(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "multiplies", lambda dtype: False)
+    x, w = torch.randn(40, 200, dtype=dtype), torch.randint(-127, 128, (333, 200), dtype=torch.int8)
+    s = torch.rand(333, dtype=dtype) / 64
     check(lambda x, w, s: F.silu(F.linear(x, w.to(x.dtype)) * s), x, w, s)
 
 
