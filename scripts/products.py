@@ -1,5 +1,6 @@
 """What docs/tuning.md says of products: GF/s of ATen's low precision beside float32's with the conversions
-and beside dicp_cpu's, and of float32 by MKL, by oneDNN and by what dicp_cpu calls, with how far each errs.
+and beside dicp_cpu's; int8 weights; and of float32 by MKL, by oneDNN and by what dicp_cpu calls, with how
+far each errs.
 
     python scripts/products.py
 """
@@ -46,6 +47,20 @@ def by_dicp(fn: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[Callabl
     return functools.partial(compiled, *given), ", ".join(names)
 
 
+def int8_weights(rows: int, depth: int, columns: int) -> None:
+    """Milliseconds of eager and of dicp_cpu, with weights stored as int8."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, scale = torch.randn(rows, depth).to(dtype), (torch.rand(columns) / 64).to(dtype)
+        given = (x, torch.randint(-127, 128, (columns, depth), dtype=torch.int8), scale)
+        compiled, name = by_dicp(scaled, given)
+        ms = alternating([functools.partial(scaled, *given), compiled])
+        print(f"int8 {rows}x{depth}x{columns} {dtype}, ms: eager {ms[0]:.1f}, dicp_cpu {ms[1]:.1f} ({name})")
+
+
+def scaled(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x, w.to(x.dtype)) * scale
+
+
 def product(rows: int, depth: int, columns: int, turned: bool) -> None:
     """GF/s of a float32 product, and the errors of oneDNN and dicp_cpu over MKL's, root mean square.
 
@@ -80,6 +95,7 @@ def main() -> None:
     flops = 2.0 * 2 * 14 * 14 * 256**2 * 9
     low_precision("convolution", flops, lambda x, w: F.conv2d(x, w, padding=1), image, window)
     low_precision("24 products", 2.0 * 24 * 197**2 * 64, torch.bmm, r(24, 197, 64), r(24, 64, 197))
+    int8_weights(128, 1024, 2816)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: oneDNN, dicp_cpu")
     for depth in (256, 1024, 2816):
         for rows in (16, 64, 256, 1024):

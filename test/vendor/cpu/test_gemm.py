@@ -105,13 +105,15 @@ def test_other_instruction_sets(dtype: torch.dtype, isa: str) -> None:
 
 
 def test_fewer_and_more_threads_than_when_compiled() -> None:
-    x, w = torch.randn(300, 200), torch.randn(200, 300)
-    compiled, threads = torch.compile(torch.mm, backend="dicp_cpu"), torch.get_num_threads()
-    first = compiled(x, w)
+    """A program as it is called where it was not compiled: Dynamo would compile again."""
+    x, w, seen = torch.randn(300, 200), torch.randn(200, 300), []
+    with observe(seen.append):
+        first, threads = torch.compile(torch.mm, backend="dicp_cpu")(x, w), torch.get_num_threads()
     try:
         for n in (1, 3 * threads):
             torch.set_num_threads(n)
-            assert torch.equal(compiled(x, w), first)
+            (again,) = seen[0].call([x, w])
+            assert torch.equal(again, first)
     finally:
         torch.set_num_threads(threads)
 
@@ -124,7 +126,8 @@ def test_nan_and_infinity_spread_as_in_eager() -> None:
 
 
 def test_a_sum_errs_less_than_one_of_the_whole_depth() -> None:
-    """Sums of 128 products are rounded into memory: as one sum of 4096 it would err about three times as much."""
+    """Sums of 128 products are rounded into memory: one sum of all would err more than twice as
+    much."""
     x, w = torch.randn(64, 4096), torch.randn(4096, 64)
     exact = x.double() @ w.double()
     mine, eager = torch.compile(torch.mm, backend="dicp_cpu")(x, w), x @ w

@@ -68,9 +68,9 @@ def _halved_by_mkl() -> bool:
 def prefers_tiles(node: fx.Node) -> bool:
     """Whether our own tiles serve a product better than the libraries do.
 
-    They do where those have no products of a low precision. In float32 MKL at its peak is as fast; behind for
-    up to 256 rows, ahead where x has to be transposed (scripts/products.py). Where MKL is not at its peak,
-    they serve what oneDNN does not: batches, and such x.
+    They do where those have no products of a low precision. In float32 they are ahead of MKL at its peak for
+    up to 256 rows, as fast for more, behind where x has to be transposed (scripts/products.py). Where MKL is
+    not at its peak, they serve what oneDNN does not: batches, and such x. That is predicted, not measured.
     """
     if gemm("product", node) is None:
         return False
@@ -144,7 +144,8 @@ def _ordered(
 
 
 def _from_memory(node: fx.Node) -> bool:
-    """Whether reading an operand is what a product of few rows takes its time for."""
+    """Whether an operand comes from memory: its reading is what a product of few rows takes its time for, and
+    a template's unit is worth compiling."""
     vals = [a.meta["val"] for a in node.all_input_nodes]
     return any(size_hint(v.numel()) * v.element_size() >= FEW_BYTES for v in vals)
 
