@@ -123,6 +123,10 @@ def plan_text(program: Any) -> str:
             f"  {name}: at {offset}, {_bytes(buffers[name].nbytes)}, until step {plan.last_use.get(name)}"
         )
     lines += [
+        f"  {name}: in {lender} at {offset}, {_bytes(buffers[name].nbytes)}, until step {plan.last_use[name]}"
+        for name, (lender, offset) in plan.borrowed.items()
+    ]
+    lines += [
         f"  {name}: of its own, {_bytes(buffers[name].nbytes)}, step {first} to {plan.last_use[name]}"
         for name, first in plan.heap.items()
     ]

@@ -86,7 +86,7 @@ class Program:
                     note(n)
             for n in _indices((call.args, call.kwargs)):
                 note(n)
-        for n in self.plan.offset.values():
+        for n in self.plan.places():
             note(n)
         return [found[n] for n in sorted(found)]
 

@@ -1,10 +1,10 @@
 """The Python function that runs a program.
 
-    alloc     outputs (torch's allocator) and one arena block for every temporary
-    native    a run of kernels and library calls, one call into generated code
-    extern    an aten call made from Python
-    free      library results after their last use
-    return
+alloc     outputs (torch's allocator) and one arena block for every temporary
+native    a run of kernels and library calls, one call into generated code
+extern    an aten call made from Python
+free      library results after their last use
+return
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Runner:
             "expect": expect,
             "bounds": slice_bounds,
             "per_size": per_size,
+            "within": within,
             "torch": torch,
         }
         self.lines: list[str] = []
@@ -142,14 +143,14 @@ class Runner:
             self.lines.append("ARENA.give(block)")
 
     def _need(self, buffer: Buffer) -> None:
-        """Torch memory for a result that has none yet; its sizes are known by now."""
-        if (
-            buffer.kind == "output"
-            and self.plan.find(buffer.name) == buffer.name
-            and buffer.name not in self.names
-        ):
-            self.names[buffer.name] = buffer.name
-            self._allocate(buffer.name, buffer)
+        """Torch memory for a result that has none yet, or for the one whose memory a temporary lies in; its
+        sizes are known by now."""
+        root = self.plan.find(buffer.name)
+        root, _ = self.plan.borrowed.get(root, (root, 0))
+        owner = self.lowered.buffers[root]
+        if owner.kind == "output" and root not in self.names:
+            self.names[root] = root
+            self._allocate(root, owner)
 
     def _allocate(self, name: str, buffer: Buffer) -> None:
         self.lines.append(
@@ -337,12 +338,22 @@ class Runner:
         if root in self.plan.offset:
             offset = self.plan.offset[root] + v.offset * v.buffer.dtype.itemsize
             return f"block.window({self._text(offset)}, {shape}, {strides}, {v.buffer.dtype})"
+        if root in self.plan.borrowed:
+            return self._within(v)
         name = self._tensor_name(v.buffer.name)
         owner = self.lowered.buffers.get(root, v.buffer)
         whole = v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides
         if whole:
             return name
         return f"{name}.as_strided({shape}, {strides}, {name}.storage_offset() + {self._text(v.offset)})"
+
+    def _within(self, v: View) -> str:
+        """A window on a temporary that lies in a result's memory."""
+        lender, at = self.plan.borrowed[self.plan.find(v.buffer.name)]
+        size = v.buffer.dtype.itemsize
+        offset = ix.floordiv(at, size) + v.offset
+        shape, strides = self._tuple(v.shape), self._tuple(v.strides)
+        return f"within({self.names[lender]}, {self._text(offset)}, {shape}, {strides}, {v.buffer.dtype})"
 
     def _output(self, o: Any) -> str:
         if isinstance(o, View):
@@ -374,6 +385,14 @@ def _slots(n: int) -> tuple[Any, int]:
 def per_size(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with what it returned for the last sizes kept, as those of successive calls repeat."""
     return functools.lru_cache(maxsize=64)(function)
+
+
+def within(
+    lender: torch.Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor of any dtype on the memory of another; offset and strides in its own elements."""
+    window = torch.empty(0, dtype=dtype, device=lender.device)
+    return window.set_(lender.untyped_storage(), offset, shape, strides)
 
 
 def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:

@@ -10,12 +10,13 @@ program's memory peaks (schedule/heap.py).
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
+from dicp.schedule.borrow import Lender, borrowed
 from dicp.schedule.defs import Buffer, Call, Lowered, Scatter, View, views
 from dicp.schedule.heap import leaving
 from dicp.schedule.kernels import Item, Launch
@@ -29,13 +30,15 @@ ALIGN = 64  # bytes: a cache line, and the widest vector
 class Plan:
     """`offset`: bytes into the arena by buffer name. `maxima`: what symbols in offsets and in `size` stand
     for, each the largest of its numbers, in the order of computing. `root`: the buffer whose memory a buffer
-    shares. `heap`: temporaries outside the arena, with the item before which they are allocated. `last_use`:
-    the item after which a root's memory is free. `size`: arena bytes. At the sizes of the example,
-    `example_size` is that, and `lower_bound` the most that is alive at once."""
+    shares. `borrowed`: temporaries in a result's memory, with the result and the bytes into it. `heap`: those
+    with memory of their own, with the item before which it is allocated. `last_use`: the item after which a
+    root's memory is free. `size`: arena bytes. At the sizes of the example, `example_size` is that, and
+    `lower_bound` the most that is alive at once."""
 
     root: dict[str, str] = field(default_factory=dict)
     offset: dict[str, Index] = field(default_factory=dict)
     maxima: dict[Var, tuple[Index, ...]] = field(default_factory=dict)
+    borrowed: dict[str, tuple[str, Index]] = field(default_factory=dict)
     heap: dict[str, int] = field(default_factory=dict)
     last_use: dict[str, int] = field(default_factory=dict)
     size: Index = 0
@@ -47,14 +50,21 @@ class Plan:
             name = self.root[name]
         return name
 
+    def places(self) -> Iterator[Index]:
+        """Every offset, wherever it counts from."""
+        yield from self.offset.values()
+        yield from (at for _, at in self.borrowed.values())
+
 
 @dataclass(eq=False)
 class _Work:
-    """What the steps of planning share. start, end: the items of each root's first and last use."""
+    """What the steps of planning share. owned: inputs that nobody else holds. start, end: the items of each
+    root's first and last use."""
 
     items: list[Item]
     lowered: Lowered
     plan: Plan
+    owned: Set[str]
     start: dict[str, int]
     end: dict[str, int]
 
@@ -74,11 +84,9 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
         if isinstance(d, Scatter):
             plan.root[d.outputs[0].name] = d.base.name
     start, end = _lifetimes(items, lowered, plan)
-    work = _Work(items, lowered, plan, start, end)
+    work = _Work(items, lowered, plan, owned, start, end)
     _reuse_in_place(work)
-    temporaries = [n for n in start if plan.find(n) == n and lowered.buffers[n].kind == "temp"]
-    placed = by_size(work.life(n, start[n], end[n]) for n in temporaries)
-    placed = _leave_arena(work, _leave_libraries(work, placed), owned)
+    placed = _leave_arena(work, _leave_libraries(work, by_size(_borrow(work))))
     stack = stacked(placed, {p.life.name: _aligned(lowered.buffers[p.life.name].nbytes) for p in placed})
     plan.offset, plan.size, plan.maxima = stack.offset, stack.size, stack.maxima
     plan.example_size, plan.lower_bound = _top(placed), most_alive(p.life for p in placed)
@@ -144,6 +152,31 @@ def _reuse_in_place(work: _Work) -> None:
                     break
 
 
+def _borrow(work: _Work) -> list[Lifetime]:
+    """Put temporaries into memory of results where that makes the arena smaller. Gives the others."""
+    lowered, plan, start, end = work.lowered, work.plan, work.start, work.end
+    temporaries = [n for n in start if plan.find(n) == n and lowered.buffers[n].kind == "temp"]
+    lives = [work.life(n, start[n], end[n]) for n in temporaries]
+    begins = _native_starts(work)
+    lenders = []
+    for name, b in lowered.buffers.items():
+        if (
+            b.kind != "output"
+            or name not in start
+            or plan.find(name) != name
+            or lowered.symbols.late(b.nbytes)
+        ):
+            continue
+        room = lowered.symbols.hint(b.nbytes)
+        lenders.append(Lender(name, b.nbytes, room, begins[start[name]], start[name] - 1))
+    found = borrowed(lives, lenders, {n: _aligned(lowered.buffers[n].nbytes) for n in temporaries})
+    left = [x for x in lives if x.name not in found]
+    if most_alive(left) == most_alive(lives):
+        return lives
+    plan.borrowed = found
+    return left
+
+
 def _aligned(n: Index) -> Index:
     return ix.floordiv(n + (ALIGN - 1), ALIGN) * ALIGN
 
@@ -174,13 +207,13 @@ def _leave_libraries(work: _Work, placed: list[Placed]) -> list[Placed]:
     return placed
 
 
-def _leave_arena(work: _Work, placed: list[Placed], owned: Set[str]) -> list[Placed]:
+def _leave_arena(work: _Work, placed: list[Placed]) -> list[Placed]:
     """Give temporaries memory of their own where that lowers the program's peak, and place the rest anew."""
     plan = work.plan
     movable, workspaces = _movable(work, placed), _workspaces(work)
     own = [p.life for p in placed if p.life.name in movable - workspaces]
     staying = [p.life for p in placed if p.life.name in workspaces]
-    gone = leaving(own, _outside(work, owned), len(work.items), _top(placed), staying)
+    gone = leaving(own, _outside(work), len(work.items), _top(placed), staying)
     if not gone:
         return placed
     plan.heap = {name: work.start[name] for name in sorted(gone)}
@@ -207,15 +240,21 @@ def _from_python(item: Item) -> bool:
     return isinstance(item, Call) and item.claim is None
 
 
-def _outside(work: _Work, owned: Set[str]) -> list[Lifetime]:
-    """What the program holds beside its temporaries. Results are allocated where the native code begins that
-    writes them, and inputs that it owns are there from the first."""
+def _native_starts(work: _Work) -> list[int]:
+    """For each item, the one at which the results are allocated that it writes first: where its native code
+    begins. That of a program that owns inputs begins anew wherever enough of them are dead."""
+    first, begins = [], 0
+    for k, item in enumerate(work.items):
+        begins = k if work.owned or _from_python(item) else begins
+        first.append(begins)
+    return first
+
+
+def _outside(work: _Work) -> list[Lifetime]:
+    """What the program holds beside its temporaries. Inputs that it owns are there from the first."""
     out = []
     items, plan, end = work.items, work.plan, work.end
-    first, begins = [], 0
-    for k, item in enumerate(items):
-        begins = k if owned or _from_python(item) else begins
-        first.append(begins)
+    first = _native_starts(work)
     for name, begin in work.start.items():
         b = work.lowered.buffers[name]
         if plan.find(name) != name or work.lowered.symbols.late(b.nbytes):
@@ -225,7 +264,7 @@ def _outside(work: _Work, owned: Set[str]) -> list[Lifetime]:
             out.append(Lifetime(name, nbytes, first[begin], len(items)))
         elif b.kind in ("library", "extern"):
             out.append(Lifetime(name, nbytes, begin, end[name]))
-        elif name in owned:
+        elif name in work.owned:
             out.append(Lifetime(name, nbytes, 0, end[name]))
     return out
 

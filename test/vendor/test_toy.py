@@ -51,6 +51,12 @@ CASES = {
         torch.arange(-5, 5),
         torch.arange(1, 11),
     ),
+    "a temporary in a result": (
+        lambda x, w, v: (x.softmax(1) @ w).sin() @ v,
+        r(16, 512),
+        r(512, 16),
+        r(16, 2048),
+    ),
     "extern": (lambda x: torch.linalg.svdvals(x.exp()) + 1, r(4, 4)),
 }
 

@@ -4,7 +4,6 @@ generated tiles (include/dicp_attention.h, include/dicp_winograd.h) are built ar
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -19,13 +18,6 @@ _CPU_FLAGS = {
     torch.float32: {"avx2", "fma"},
     torch.bfloat16: {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"},
 }
-AVX512_LANES = 16
-
-
-def serves(dtype: torch.dtype | None, config: Any) -> bool:
-    """Whether attention by tiles of this dtype is ahead of ATen's kernels: with AVX-512 it is. With AVX2
-    they are as fast for long sequences (two Zen 3 cores), and the unit would be compiled for little."""
-    return available(dtype) and toolchain.lanes(config) == AVX512_LANES
 
 
 def available(dtype: torch.dtype | None) -> bool:
@@ -44,4 +36,4 @@ def _available() -> frozenset[torch.dtype]:
     )
 
 
-__all__ = ["available", "serves"]
+__all__ = ["available"]

@@ -250,6 +250,9 @@ class SegmentWriter:
         if root in self.plan.offset:
             self.uses_arena = True
             source = f"arena + {self.text(self.plan.offset[root])}"
+        elif root in self.plan.borrowed:
+            lender, offset = self.plan.borrowed[root]
+            source = f"{self._argument(lender)} + {self.text(offset)}"
         elif root in self.handles:
             source = f"{self.handles[root]}.data<char>()"
         else:

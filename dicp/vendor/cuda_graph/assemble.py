@@ -270,6 +270,9 @@ class DeviceRunner(Runner):
         if root in self.plan.offset:
             offset = self.plan.offset[root]
             return "base" if offset == 0 else f"base + {host_text(offset)}"
+        if root in self.plan.borrowed:
+            lender, offset = self.plan.borrowed[root]
+            return f"{self.names[lender]}.data_ptr() + {host_text(offset)}"
         return f"{self._tensor_name(b.name)}.data_ptr()"
 
     def _tensor(self, b: Buffer) -> str:
@@ -277,7 +280,7 @@ class DeviceRunner(Runner):
         if b.numel == 0:
             return f"empty(1, dtype={b.dtype})"  # an address that may be read
         root = self.plan.find(b.name)
-        if root in self.plan.offset:
+        if root in self.plan.offset or root in self.plan.borrowed:
             return self._view(View(b, (1,), (1,)))
         name = self._tensor_name(b.name)
         return name if self.lowered.buffers[root].dtype == b.dtype else f"{name}.view({b.dtype})"
@@ -291,6 +294,8 @@ class DeviceRunner(Runner):
             size = v.buffer.dtype.itemsize
             offset = ix.floordiv(self.plan.offset[root], size) + v.offset
             return f"window({self._arena_as(v.buffer.dtype)}, {shape}, {strides}, {self._text(offset)})"
+        if root in self.plan.borrowed:
+            return self._within(v)
         name = self._tensor_name(v.buffer.name)
         owner = self.lowered.buffers.get(root, v.buffer)
         if v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides:

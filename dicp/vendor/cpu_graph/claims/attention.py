@@ -14,7 +14,7 @@ from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import FLOATS, SHIM, argument, memory_order, rows
 from dicp.vendor.cpu_graph.expression import STORAGE
-from dicp.vendor.cpu_graph.microkernels import serves
+from dicp.vendor.cpu_graph.microkernels import available
 
 
 def _attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]:
@@ -61,11 +61,11 @@ extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {
 """
 
 
-def _tiled(node: fx.Node, mask: Any, causal: bool, scale: float | None, config: Any) -> Claim | None:
+def _tiled(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> Claim | None:
     """The claim by tiles, where the micro-kernels and the tiles' layout allow."""
     q, _, v = (a.meta["val"] for a in node.args[:3])  # type: ignore[union-attr]
     depths = (q.shape[-1], v.shape[-1])
-    if not serves(q.dtype, config) or size_hint(q.shape[2]) < FEW_ROWS or not _addressed(node, mask):
+    if not available(q.dtype) or size_hint(q.shape[2]) < FEW_ROWS or not _addressed(node, mask):
         return None
     if not all(d % 2 == 0 and d <= 256 for d in depths):
         return None
@@ -160,7 +160,7 @@ def _templates(node: fx.Node, mask: Any, causal: bool, scale: float | None, conf
     """The claims by templates, which are ahead of ATen's kernels where there is one."""
     if config.numerics == "eager":
         return []
-    found = [_by_rows(node, mask, causal, scale), _tiled(node, mask, causal, scale, config)]
+    found = [_by_rows(node, mask, causal, scale), _tiled(node, mask, causal, scale)]
     return [claim for claim in found if claim is not None]
 
 
