@@ -3,6 +3,7 @@
 mine (i, j)   theirs (a, b)      ->  i = a, j = b
 mine (i)      theirs (6*a + b)   ->  i = 6*a + b, where i runs over all of a and b
 mine (6*i + j)   theirs (a)      ->  a is to be refined into (i, j)
+mine (6*i + j)   theirs (6*a + b)  ->  i = a, j = b, where the digits have the same sizes
 """
 
 from __future__ import annotations
@@ -48,8 +49,42 @@ def linearization(i: Index) -> list[Var] | None:
         step = step * nxt.size
         del remaining[nxt]
     order.reverse()
-    whole = ix.linearize([ix.of(v) for v in order], [v.size for v in order])  # type: ignore[misc]
-    return order if whole == i else None
+    return order if _position(order) == i else None
+
+
+def _by_digits(pairs: list[tuple[Index, Index]]) -> list[tuple[Index, Index]]:
+    """The pairs, with two positions over several variables each split into the digits that have to agree."""
+    out: list[tuple[Index, Index]] = []
+    for mine, theirs in pairs:
+        lines = (
+            [] if is_variable(mine) or is_variable(theirs) else [linearization(mine), linearization(theirs)]
+        )
+        blocks = _blocks(*lines) if lines and all(lines) else None  # type: ignore[arg-type]
+        out += [(mine, theirs)] if blocks is None else [(_position(a), _position(b)) for a, b in blocks]
+    return out
+
+
+def _blocks(mine: list[Var], theirs: list[Var]) -> list[tuple[list[Var], list[Var]]] | None:
+    """Two row-major orders over equally many points cut into the shortest pieces that are equally large; None
+    where sizes leave open which."""
+    out = []
+    left, right = list(mine), list(theirs)
+    while left and right:
+        a, b = [left.pop()], [right.pop()]
+        while (m := _points(a)) != (t := _points(b)):
+            if not isinstance(m, int) or not isinstance(t, int) or not (left if m < t else right):
+                return None
+            a, b = ([left.pop(), *a], b) if m < t else (a, [right.pop(), *b])
+        out.append((a, b))
+    return None if left or right else out
+
+
+def _points(line: list[Var]) -> Index:
+    return ix.product(v.size for v in line if v.size is not None)
+
+
+def _position(line: list[Var]) -> Index:
+    return ix.linearize([ix.of(v) for v in line], [v.size for v in line])  # type: ignore[misc]
 
 
 def unify(pairs: list[tuple[Index, Index]]) -> tuple[Mapping | None, dict[Var, list[Var]]]:
@@ -61,25 +96,20 @@ def unify(pairs: list[tuple[Index, Index]]) -> tuple[Mapping | None, dict[Var, l
     mapping: Mapping = {}
     refine: dict[Var, list[Var]] = {}
     later: list[tuple[Index, Index]] = []
-    for mine, theirs in pairs:
+    for mine, theirs in _by_digits(pairs):
         if is_variable(mine):
             v = variable(mine)
             if v in mapping:
                 later.append((mine, theirs))
                 continue
             line = linearization(theirs)
-            if line is None or ix.product(a.size for a in line if a.size is not None) != v.size:
+            if line is None or _points(line) != v.size:
                 return None, {}
             mapping[v] = theirs
         elif isinstance(mine, ix.Poly) and is_variable(theirs):
             parts = linearization(mine)
             g = variable(theirs)
-            if (
-                parts is None
-                or g in refine
-                or any(p in mapping for p in parts)
-                or ix.product(p.size for p in parts if p.size is not None) != g.size
-            ):
+            if parts is None or g in refine or any(p in mapping for p in parts) or _points(parts) != g.size:
                 later.append((mine, theirs))
             else:
                 refine[g] = parts

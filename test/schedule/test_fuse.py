@@ -136,6 +136,18 @@ ONE = {
     "centred and scaled": (lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), (4, 8)),
     "sgd step": (lambda p, g, m: (m.mul_(0.9).add_(g), p.sub_(m * 0.1))[2:], (40,), (40,), (40,)),
     "scan": (lambda x: x.exp().cumsum(1) * 2, (4, 8)),
+    "one memory seen in equal digits": (
+        lambda x: (x.view(2, 3, 4, 8).sin(), x.view(2, 3, 4, 8).transpose(1, 3) + 1),
+        (24, 8),
+    ),
+    "one memory seen in coarser digits": (
+        lambda x: (x.view(2, 3, 4, 8).sin(), x.view(6, 4, 8).permute(2, 0, 1) + 1),
+        (24, 8),
+    ),
+    "one memory seen in finer digits": (
+        lambda x: (x.view(6, 4, 8).permute(2, 0, 1) + 1, x.view(2, 3, 4, 8).sin()),
+        (24, 8),
+    ),
 }
 
 
@@ -151,6 +163,11 @@ def test_one_kernel(name: str) -> None:
 
 SEVERAL = {
     "rows and columns": (2, lambda x: (x.sum(0), x.sum(1)), (4, 8)),
+    "one memory seen in other digits": (
+        2,
+        lambda x: (x.view(2, 6, 4).sin(), x.view(4, 3, 4).transpose(0, 1) + 1),
+        (12, 4),
+    ),
     "unrelated work": (2, lambda x, y: (x + 1, y + 1), (4, 8), (5, 9)),
     "neighbours of a dear value": (2, lambda x: (y := x.exp())[:-1] * y[1:], (9,)),
     "whole sum read by every element": (2, lambda x: x / x.sum(), (300, 400)),
