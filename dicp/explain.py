@@ -25,6 +25,7 @@ class GraphReport:
     arena: int  # bytes, as the next at the sizes of the example
     most_alive: int
     saved_in_place: int
+    borrowed: int  # temporaries that lie in a result until it is written
     seconds: dict[str, float]
     built: int
     from_cache: int
@@ -69,7 +70,8 @@ class Explanation:
                 lines += [f"      {text}" for text in _counted(g.folded)]
             lines.append(
                 f"  memory: arena {g.arena} bytes, most alive at once {g.most_alive}, "
-                f"{g.saved_in_place} results in place of an operand"
+                f"{g.saved_in_place} results in place of an operand, "
+                f"{g.borrowed} temporaries in memory of a result"
             )
             lines.append(
                 "  time: "
@@ -137,6 +139,7 @@ def report(compiled: Compiled) -> GraphReport:
         plan.example_size,
         plan.lower_bound,
         len(plan.root),
+        len(plan.borrowed),
         compiled.seconds,
         sum(getattr(s, "compiled", 0) for s in stats),
         sum(getattr(s, "hits", 0) for s in stats),

@@ -47,9 +47,21 @@ class Buffer:
         """Bytes from the first to the last element, for the (dense) buffers we allocate."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def span(self) -> Index:
+        """Elements from the first to beyond the last: fewer than `numel` where some share a place."""
+        return _span(self.shape, self.strides)
+
     def value(self) -> Value:
         dtype = compute_dtype(self.dtype)
         return Value(self.shape, self.dtype, lambda idx: Expr("at", (self.name, idx), dtype))
+
+
+def _span(shape: Shape, strides: Shape) -> Index:
+    total: Index = 1
+    for n, s in zip(shape, strides, strict=True):
+        total = total + (s * (n - 1) if isinstance(s, ix.Poly) else (n - 1) * s)
+    return total
 
 
 @dataclass(eq=False)
@@ -60,6 +72,11 @@ class View:
     shape: Shape
     strides: Shape
     offset: Index = 0
+
+    @property
+    def span(self) -> Index:
+        """Elements from the first to beyond the last."""
+        return _span(self.shape, self.strides)
 
 
 @dataclass(frozen=True)

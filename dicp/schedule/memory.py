@@ -159,16 +159,11 @@ def _borrow(work: _Work) -> list[Lifetime]:
     lives = [work.life(n, start[n], end[n]) for n in temporaries]
     begins = _native_starts(work)
     lenders = []
-    for name, b in lowered.buffers.items():
-        if (
-            b.kind != "output"
-            or name not in start
-            or plan.find(name) != name
-            or lowered.symbols.late(b.nbytes)
-        ):
-            continue
-        room = lowered.symbols.hint(b.nbytes)
-        lenders.append(Lender(name, b.nbytes, room, begins[start[name]], start[name] - 1))
+    for name, first in start.items():
+        b = lowered.buffers[name]
+        nbytes = b.span * b.dtype.itemsize
+        if b.kind == "output" and plan.find(name) == name and not lowered.symbols.late(nbytes):
+            lenders.append(Lender(name, nbytes, lowered.symbols.hint(nbytes), begins[first], first - 1))
     found = borrowed(lives, lenders, {n: _aligned(lowered.buffers[n].nbytes) for n in temporaries})
     left = [x for x in lives if x.name not in found]
     if most_alive(left) == most_alive(lives):

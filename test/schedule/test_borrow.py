@@ -134,6 +134,14 @@ def test_what_is_alive_when_the_result_is_written_stays_in_the_arena() -> None:
     assert program.plan.offset and not program.plan.borrowed
 
 
+def test_a_result_lends_no_more_than_it_takes() -> None:
+    """One whose elements share places is allocated as small as that."""
+    program = compiled(widening, (64, 256), (256, 64), (64, 256), vendor=LIBRARY)
+    (result,) = (b for b in program.lowered.buffers.values() if b.kind == "output")
+    result.strides = (1, 0)
+    assert result.span == 64 and not plan_memory(program.items, program.lowered).borrowed
+
+
 def test_where_inputs_are_freed_results_are_allocated_late() -> None:
     """The native code of a program that owns inputs begins anew where they die, and results only there."""
     sizes = (64, 256), (256, 64), (64, 256)

@@ -33,7 +33,7 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import codegen
 from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.module import Source
-from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim, reach
+from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim
 from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 
 MAX_WORKERS = 8
@@ -228,7 +228,7 @@ class DeviceRunner(Runner):
             source = made.template
             self.globals[source.name] = self.kernels[source.digest]
             windows = [v for v in made.operands if v is not None]
-            args = [self._wide_of([*(reach(v) for v in windows), made.scratch])]
+            args = [self._wide_of([*(v.span for v in windows), made.scratch])]
             for v in made.operands:
                 if v is None:
                     args.append("scratch" if self.interpret else "scratch.data_ptr()")
@@ -254,15 +254,15 @@ class DeviceRunner(Runner):
     def _wide(self, launch: Launch) -> str:
         """Whether positions need 64 bits; found at each call when sizes are symbolic."""
         extents = [ix.product(a.size for a in launch.kernel.axes)]
-        return self._wide_of([*extents, *(reach(View(b, b.shape, b.strides)) for b in launch.buffers)])
+        return self._wide_of([*extents, *(b.span for b in launch.buffers)])
 
-    def _wide_of(self, reach: Iterable[Index]) -> str:
+    def _wide_of(self, spans: Iterable[Index]) -> str:
         from dicp.vendor.cuda_graph.launch import WIDE
 
-        reach = list(reach)
-        if any(isinstance(r, int) and r > WIDE for r in reach):
+        spans = list(spans)
+        if any(isinstance(r, int) and r > WIDE for r in spans):
             return "True"
-        texts = dict.fromkeys(f"{host_text(r)} > {WIDE}" for r in reach if not isinstance(r, int))
+        texts = dict.fromkeys(f"{host_text(r)} > {WIDE}" for r in spans if not isinstance(r, int))
         return " or ".join(texts) or "False"
 
     def _address(self, b: Buffer) -> str:

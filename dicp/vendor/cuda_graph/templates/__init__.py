@@ -113,14 +113,6 @@ def _leaves(i: Index) -> list[Var]:
     return out
 
 
-def reach(view: View) -> Index:
-    """Elements from the first of a window to beyond its last."""
-    total: Index = 1
-    for n, s in zip(view.shape, view.strides, strict=True):
-        total = total + (s * (n - 1) if isinstance(s, ix.Poly) else (n - 1) * s)
-    return total
-
-
 def make(
     stem: str,
     about: Sequence[str],
@@ -163,4 +155,4 @@ def _example(elements: Index) -> int:
     return int(ix.evaluate(elements, lambda a: 64))
 
 
-__all__ = ["Launched", "Operand", "Template", "TemplateClaim", "claim", "make", "number", "reach"]
+__all__ = ["Launched", "Operand", "Template", "TemplateClaim", "claim", "make", "number"]

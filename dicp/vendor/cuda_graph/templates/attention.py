@@ -18,7 +18,7 @@ from dicp.ir import expr as ex
 from dicp.ir.index import Index
 from dicp.vendor.cuda_graph.expression import TYPES, host_text
 from dicp.vendor.cuda_graph.module import INDENT
-from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number, reach
+from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
 
 LOG2E = 1.4426950408889634
 
@@ -89,7 +89,7 @@ def kernels(a: Attention, plan: Plan, origins: Sequence[str], interpreted: bool 
     }
     body = [*_place(a), *_queries(a), *_steps(a), *_results(a)]
     written = (a.out, a.log_sum)
-    params = [(o.name, o.dtype, o in written, reach(o.view)) for o in a.operands]
+    params = [(o.name, o.dtype, o in written, o.view.span) for o in a.operands]
     kind = "bool mask, " if a.mask is not None and a.mask.dtype == torch.bool else "mask, " if a.mask else ""
     about = [
         f"attention: {kind}{'causal, ' if a.causal else ''}scale {a.scale}",

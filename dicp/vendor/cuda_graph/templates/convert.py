@@ -20,7 +20,7 @@ from dicp.ir.index import Index
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph.expression import TYPES, host_text
-from dicp.vendor.cuda_graph.templates import Launched, Operand, claim, make, number, reach
+from dicp.vendor.cuda_graph.templates import Launched, Operand, claim, make, number
 
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,8 +50,8 @@ def _kernels(c: Call) -> Sequence[Launched]:
         f"tl.store({target.at(*names)} + i * 0, {_converted(x.buffer.dtype, y.dtype)}, mask=live)",
     ]
     params: list[tuple[str, Any, bool, Index]] = [
-        ("x", x.buffer.dtype, False, reach(x)),
-        ("out", y.dtype, True, reach(out)),
+        ("x", x.buffer.dtype, False, x.span),
+        ("out", y.dtype, True, out.span),
     ]
     extents = [total, *x.strides, *y.strides, *y.shape]
     grid = f"(({host_text(total)}) + {BLOCK - 1}) // {BLOCK}"

@@ -22,7 +22,7 @@ from dicp.ir.index import Index
 from dicp.schedule.defs import View
 from dicp.vendor.cuda_graph.expression import TYPES, host_text
 from dicp.vendor.cuda_graph.module import INDENT
-from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number, reach
+from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
 
 MAX_ROWS = 4
 GROUP = 8  # rows of tiles that share columns of b
@@ -135,7 +135,7 @@ class _Writer:
         )
         operands = [p.a, p.b] if plan.split > 1 else p.operands
         written = None if plan.split > 1 else p.out
-        params = [(o.name, o.dtype, o is written, reach(o.view)) for o in operands]
+        params = [(o.name, o.dtype, o is written, o.view.span) for o in operands]
         views: list[View | None] = [o.view for o in operands]
         if plan.split > 1:
             params.append(("scratch", torch.float32, True, _scratch(p, plan)))
@@ -340,7 +340,7 @@ def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
     ]
     operands = [o for o in (p.bias, p.other, p.out) if o is not None]
     params = [("scratch", torch.float32, False, _scratch(p, plan))]
-    params += [(o.name, o.dtype, o is p.out, reach(o.view)) for o in operands]
+    params += [(o.name, o.dtype, o is p.out, o.view.span) for o in operands]
     grid = f"(({host_text(total)}) + {FINISH - 1}) // {FINISH}"
     about = [f"{plan.split} parts of the sums over k: {p.formula}", p.sizes_text]
     template = make(f"{p.stem}_finish", about, params, p.extents, {"X": FINISH}, body, grid, origins, 4)
