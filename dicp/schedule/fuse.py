@@ -32,6 +32,7 @@ from dicp.schedule.defs import (
     operands,
     views,
 )
+from dicp.schedule.order import Use, in_order
 from dicp.schedule.unify import Mapping, loop_atoms, unify, variable
 
 MAX_BUFFERS = 40  # arguments of one kernel
@@ -83,6 +84,7 @@ class _Fusion:
         self.machine = lowered.machine
         self.steps: list[Step] = []
         self.before: list[int] = []  # bitmask of the steps that must come before each step
+        self.uses: list[Use] = []
         self.writer: dict[str, int] = {}  # memory -> step that wrote it last
         self.readers: dict[str, set[int]] = {}  # memory -> steps that read it since
         self.by_buffer: dict[str, set[int]] = {}  # buffer -> groups that read it
@@ -100,7 +102,17 @@ class _Fusion:
             if place is None:
                 place = self._new_step(d, reads)
             self._record(place, d, reads, deps)
-        return self._ordered()
+        return [self.steps[s] for s in in_order(self.before, self.uses, *self._memory_taken())]
+
+    def _memory_taken(self) -> tuple[dict[str, int], set[str]]:
+        """(bytes of memory that the program takes, at the sizes of the example; what the caller gets)."""
+        taken, kept = {}, set()
+        for name, b in self.buffers.items():
+            if b.kind not in ("input", "constant", "alias") and not self.symbols.late(b.nbytes):
+                taken[name] = self.symbols.hint(b.nbytes)
+            if b.kind == "output":
+                kept.add(name)
+        return taken, kept
 
     # -- dependencies --------------------------------------------------------------------------------------
 
@@ -139,6 +151,8 @@ class _Fusion:
             for s in range(len(self.steps)):
                 if self.before[s] & bit:
                     self.before[s] |= mask
+        self.uses[step].reads |= {self.memory[n] for n, _ in reads}
+        self.uses[step].writes |= self._written(d)
         for memory in self._written(d):
             self.writer[memory] = step
             self.readers[memory] = set()
@@ -162,6 +176,7 @@ class _Fusion:
             self.steps.append(group)
             self._add(group, d, mapping, reads)
         self.before.append(0)
+        self.uses.append(Use())
         return len(self.steps) - 1
 
     def _axis(self, size: Index | None) -> Var:
@@ -392,21 +407,6 @@ class _Fusion:
         if isinstance(rows, int) and rows < self.machine.threads and size > self.machine.row // 4:
             return False
         return size <= (self.machine.row if contiguous else self.machine.column)
-
-    # -- order ---------------------------------------------------------------------------------------------
-
-    def _ordered(self) -> list[Step]:
-        """Steps after everything they depend on; among the ready ones, the earliest in program
-        order first."""
-        done = 0
-        waiting = list(range(len(self.steps)))
-        out: list[Step] = []
-        while waiting:
-            k = next(i for i, s in enumerate(waiting) if self.before[s] & ~done == 0)
-            s = waiting.pop(k)
-            done |= 1 << s
-            out.append(self.steps[s])
-        return out
 
 
 def _memory_names(lowered: Lowered) -> dict[str, str]:
