@@ -1,10 +1,10 @@
 """The Python function that runs a program.
 
-alloc     outputs (torch's allocator) and one arena block for every temporary
-native    a run of kernels and library calls, one call into generated code
-extern    an aten call made from Python
-free      library results after their last use
-return
+    alloc     outputs (torch's allocator) and one arena block for every temporary
+    native    a run of kernels and library calls, one call into generated code
+    extern    an aten call made from Python
+    free      library results after their last use
+    return
 """
 
 from __future__ import annotations

@@ -56,17 +56,17 @@ def _by_digits(pairs: list[tuple[Index, Index]]) -> list[tuple[Index, Index]]:
     """The pairs, with two positions over several variables each split into the digits that have to agree."""
     out: list[tuple[Index, Index]] = []
     for mine, theirs in pairs:
-        lines = (
-            [] if is_variable(mine) or is_variable(theirs) else [linearization(mine), linearization(theirs)]
-        )
-        blocks = _blocks(*lines) if lines and all(lines) else None  # type: ignore[arg-type]
+        blocks = None
+        if not is_variable(mine) and not is_variable(theirs):
+            left, right = linearization(mine), linearization(theirs)
+            blocks = _blocks(left, right) if left and right else None
         out += [(mine, theirs)] if blocks is None else [(_position(a), _position(b)) for a, b in blocks]
     return out
 
 
 def _blocks(mine: list[Var], theirs: list[Var]) -> list[tuple[list[Var], list[Var]]] | None:
     """Two row-major orders over equally many points cut into the shortest pieces that are equally large; None
-    where sizes leave open which."""
+    where they are not equally many, or symbolic sizes leave open where to cut."""
     out = []
     left, right = list(mine), list(theirs)
     while left and right:
