@@ -108,7 +108,7 @@ class _Fusion:
         """(bytes of memory that the program takes, at the sizes of the example; what the caller gets)."""
         taken, kept = {}, set()
         for name, b in self.buffers.items():
-            if b.kind not in ("input", "constant", "alias") and not self.symbols.late(b.nbytes):
+            if b.kind in ("temp", "library", "extern", "output") and not self.symbols.late(b.nbytes):
                 taken[name] = self.symbols.hint(b.nbytes)
             if b.kind == "output":
                 kept.add(name)

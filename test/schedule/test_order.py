@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowered import Kernels, compiled, names
 
+from dicp.schedule.fuse import fuse
 from dicp.schedule.order import Use, in_order
 from dicp.vendor.base import Claim
 
@@ -71,4 +72,23 @@ def test_a_copy_that_a_graph_returns_is_made_where_its_source_is_read_last() -> 
         return y.half(), y @ w @ w @ w
 
     steps = names(compiled(fn, (64, 64), (64, 64), vendor=LIBRARY))
-    assert [n.removeprefix("aten.").removesuffix(".default") for n in steps] == ["mm", "mm", "to_copy", "mm", "mm"]
+    assert [n.removeprefix("aten.").removesuffix(".default") for n in steps] == [
+        "mm",
+        "mm",
+        "to_copy",
+        "mm",
+        "mm",
+    ]
+
+
+def test_a_packed_weight_is_not_the_programs_to_give_back() -> None:
+    def fn(x: Any, v: Any, w: Any) -> Any:
+        a, b = x @ v, v @ x
+        return b @ b, a @ w
+
+    lowered = compiled(fn, (64, 64), (64, 64), (64, 64), vendor=LIBRARY).lowered
+    packed = next(
+        b for b in lowered.inputs if b is not None and b.name == lowered.defs[-1].args[1].buffer.name
+    )
+    packed.kind = "packed"
+    assert fuse(lowered) == lowered.defs, "in the order of the graph"

@@ -1,5 +1,5 @@
 """oneDNN's micro-kernels for matrix products, which libtorch exports as `at::native::cpublas::brgemm`: what
-generated tiles (include/dicp_attention.h, include/dicp_winograd.h) are built around."""
+generated tiles (include/dicp_attention.h, dicp_gemm.h, dicp_winograd.h) are built around."""
 
 from __future__ import annotations
 
