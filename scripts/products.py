@@ -94,6 +94,9 @@ def main() -> None:
     image, window = r(2, 256, 14, 14), r(256, 256, 3, 3)
     flops = 2.0 * 2 * 14 * 14 * 256**2 * 9
     low_precision("convolution", flops, lambda x, w: F.conv2d(x, w, padding=1), image, window)
+    image, window = r(2, 3, 224, 224), r(768, 3, 16, 16)
+    flops = 2.0 * 2 * 14 * 14 * 3 * 16**2 * 768
+    low_precision("patches", flops, lambda x, w: F.conv2d(x, w, stride=16), image, window)
     low_precision("24 products", 2.0 * 24 * 197**2 * 64, torch.bmm, r(24, 197, 64), r(24, 64, 197))
     int8_weights(128, 1024, 2816)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: oneDNN, dicp_cpu")

@@ -4,22 +4,28 @@
 
 p: batch * height * width; o: output channels; k: input channels * window. A window of 1x1 and stride 1 needs
 no copy of x; any other gathers each position's window first (im2col).
+
+Of a low precision that is computed in float32 (dicp.passes.widen), the product takes the operands as they are
+stored, and gives what is stored, where the vendor has products of such.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
 
 from dicp.compat import fake_mode_of, quiet_shapes, size_hint
+from dicp.ir.expr import LOW_PRECISION
+from dicp.ir.verify import same_stride
 from dicp.ops.library import register
-from dicp.passes.facts import FREE_OUTPUTS, aten, value_of
+from dicp.passes.facts import FREE_OUTPUTS, aten, is_tensor, prims, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
 from dicp.passes.rules import Emitter, finish, replace
@@ -43,6 +49,13 @@ class Convolution:
     stride: tuple[int, int]
     padding: tuple[int, int]
     dtype: torch.dtype
+    stored: torch.dtype
+    """dtype of what its input is a copy of: a low precision where `widen` has it computed in float32"""
+
+    @property
+    def patches(self) -> bool:
+        """Whether the windows lie side by side, so that gathering them copies each element once."""
+        return self.window == self.stride and self.padding == (0, 0)
 
     @property
     def pointwise(self) -> bool:
@@ -72,6 +85,7 @@ def convolution_of(node: Node) -> Convolution | None:
         stride=_pair(stride),
         padding=_pair(padding),
         dtype=x.dtype,
+        stored=value_of(_stored(found[0])).dtype,
     )
     known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:]))
     return conv if known or conv.pointwise else None
@@ -88,6 +102,16 @@ def _operands(node: Node) -> tuple[Node, Node, Node, tuple[Any, Any, Any], int] 
         plain = a[3] is None and (a[8] if len(a) > 8 else node.kwargs.get("act", "none")) == "none"
         return (a[0], a[1], node, (a[4], a[5], a[6]), a[7]) if plain else None
     return None
+
+
+def _stored(x: Any) -> Any:
+    """The value of a low precision that x is a float32 copy of, whatever order the copy has; else x."""
+    source = x.args[0] if is_tensor(x) and x.target is aten.clone.default else x
+    if is_tensor(source) and source.target is prims.convert_element_type.default:
+        low = value_of(source.args[0]).dtype in LOW_PRECISION
+        if low and value_of(source).dtype == torch.float32:
+            return source.args[0]
+    return x
 
 
 def _pair(x: Sequence[int]) -> tuple[int, int]:
@@ -117,28 +141,61 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
         with mode, quiet_shapes(mode):
             if node.target is aten.convolution_backward.default:
                 _gradients(node, conv, vendor)
-            elif pays(vendor, "result", conv) and _ready(node.args[0], node.args[1]):
-                _result(node, conv)
+            elif pays(vendor, "result", conv) and _ready(node.args[0], node.args[1], conv):
+                _result(node, conv, vendor)
     return finish(gm)
 
 
-def _ready(x: Any, weight: Any) -> bool:
-    """Whether rows of x and the flat weight are views."""
-    x, weight = value_of(x), value_of(weight)
-    return bool(x.is_contiguous(memory_format=torch.channels_last) and weight.is_contiguous())
+def _ready(x: Any, weight: Any, conv: Convolution) -> bool:
+    """Whether rows of x and the flat weight are views; of patches, which are gathered anyway, the weight."""
+    gathered = conv.patches and not conv.pointwise
+    in_order = gathered or value_of(x).is_contiguous(memory_format=torch.channels_last)
+    return bool(in_order and value_of(weight).is_contiguous())
 
 
-def _result(node: Node, conv: Convolution) -> None:
-    x, weight, bias = node.args[:3]
+def _result(node: Node, conv: Convolution, vendor: Any) -> None:
     emit = Emitter(node)
-    columns = emit(aten.permute.default, _flat_weight(emit, weight), [1, 0])
-    rows = _rows(emit, x, conv)
-    y = (
-        emit(aten.mm.default, rows, columns)
-        if bias is None
-        else emit(aten.addmm.default, bias, rows, columns)
-    )
-    replace(node, _image(emit, y, node, x, conv))
+
+    def product(emit: Emitter, x: Any, weight: Any, bias: Any) -> Node:
+        columns = emit(aten.permute.default, _flat_weight(emit, weight), [1, 0])
+        rows = _rows(emit, x, conv)
+        if bias is None:
+            return emit(aten.mm.default, rows, columns)
+        return emit(aten.addmm.default, bias, rows, columns)
+
+    x = node.args[0]
+    y = _multiplied(node, node, node.args[:3], product, vendor)
+    _replace(node, y, lambda y, of: _ordered(emit, _image(emit, y, of, x, conv), of))
+
+
+def _multiplied(
+    at: Node, result: Node, operands: Sequence[Any], product: Callable[..., Node], vendor: Any
+) -> Node:
+    """`product(emit, *operands)` before a node: as the operands are stored where all, and all that is made of
+    the result, are of one low precision of which the vendor has products; else as given."""
+    stored = [_stored(x) for x in operands]
+    dtypes = {value_of(x).dtype for x in stored if is_tensor(x)} | {_made_of(user) for user in result.users}
+    if stored != list(operands) and len(dtypes) == 1:
+        emit = Emitter(at)
+        y = product(emit, *stored)
+        wide = getattr(vendor, "computes_wide", None)
+        if wide is None or not wide(y):
+            return y
+        emit.undo()
+    return product(Emitter(at), *operands)
+
+
+def _made_of(user: Node) -> torch.dtype | None:
+    """What a float32 value is rounded to, where that is all that a call does."""
+    return value_of(user).dtype if user.target is prims.convert_element_type.default else None
+
+
+def _replace(old: Node, product: Node, shaped: Callable[[Node, Node], Node]) -> None:
+    """`shaped(product, value)` for the value, or for what it is rounded to where the product is that."""
+    if value_of(product).dtype == value_of(old).dtype:
+        return replace(old, shaped(product, old))
+    for rounded in list(old.users):
+        replace(rounded, shaped(product, rounded))
 
 
 def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
@@ -147,22 +204,41 @@ def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
     of_input = mask[0] and conv.pointwise and pays(vendor, "input", conv)
     of_weight = mask[1] and pays(vendor, "weight", conv)
     users = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-    if not (of_input or of_weight) or mask[2] or len(users) != len(node.users) or not _ready(x, weight):
+    if not (of_input or of_weight) or len(users) != len(node.users) or not _ready(x, weight, conv):
         return
     emit = Emitter(node)
-    rows = _channels_as_rows(emit, grad)
+
+    grad_rows = functools.cache(lambda grad: _channels_as_rows(emit, grad))
+
+    def input_gradient(emit: Emitter, grad: Any, weight: Any) -> Node:
+        return emit(aten.mm.default, grad_rows(grad), _flat_weight(emit, weight))
+
+    def weight_gradient(emit: Emitter, grad: Any, x: Any) -> Node:
+        by_channel = emit(aten.permute.default, grad_rows(grad), [1, 0])
+        return emit(aten.mm.default, by_channel, _rows(emit, x, conv))
+
     if of_input and 0 in users:
-        dx = emit(aten.mm.default, rows, _flat_weight(emit, weight))
-        replace(users.pop(0), _image(emit, dx, x, x, conv))
+        dx = _multiplied(node, users[0], (grad, weight), input_gradient, vendor)
+        _replace(users.pop(0), dx, lambda dx, _: _image(emit, dx, x, x, conv))
     if of_weight and 1 in users:
-        dw = emit(aten.mm.default, emit(aten.permute.default, rows, [1, 0]), _rows(emit, x, conv))
-        dw = emit(aten.view.default, dw, list(value_of(weight).shape))
-        replace(users[1], _as_traced(emit, dw, users.pop(1)))
+        old = users.pop(1)
+        shape = list(value_of(weight).shape)
+        dw = _multiplied(node, old, (grad, x), weight_gradient, vendor)
+        _replace(old, dw, lambda dw, of: _as_traced(emit, emit(aten.view.default, dw, shape), of))
+    if 2 in users:
+        replace(users.pop(2), emit(aten.sum.dim_IntList, grad, [0, 2, 3]))
     if users:
         left = [k in users for k in range(3)]
         new = emit(node.target, *node.args[:10], left)
         new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", *new.meta)})
         node.replace_all_uses_with(new)
+
+
+def _ordered(emit: Emitter, image: Node, old: Node) -> Node:
+    """The channels-last image, or a copy in the order of the value that it stands for."""
+    if same_stride(value_of(image), value_of(old)):
+        return image
+    return emit(aten.clone.default, image, memory_format=torch.contiguous_format)
 
 
 def _as_traced(emit: Emitter, new: Node, old: Node) -> Node:
@@ -177,7 +253,10 @@ def _as_traced(emit: Emitter, new: Node, old: Node) -> Node:
 
 
 def _flat_weight(emit: Emitter, weight: Any) -> Node:
+    """[O,C,KH,KW] -> [O,C*KH*KW]"""
     shape = value_of(weight).shape
+    if not value_of(weight).is_contiguous():
+        weight = emit(aten.clone.default, weight, memory_format=torch.contiguous_format)
     return emit(aten.view.default, weight, [shape[0], shape[1] * shape[2] * shape[3]])
 
 

@@ -14,6 +14,7 @@ from dicp.ir.printer import show
 from dicp.ops.library import register
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import Convolution, Part, convolution_of, rewrite_conv_matmul
+from dicp.passes.widen import widen
 
 T = torch.Tensor
 aten = torch.ops.aten
@@ -180,6 +181,90 @@ graph(arg0_1: f32[2,3,5,4], arg1_1: f32[2,6,5,4], arg2_1: f32[6,3,3,3]):
         self.assertEqual(show(self.check(rewrite_conv_matmul, g, claims())), text)  # a vendor without a say
 
 
+class Reads(Products):
+    """One that computes convolutions of a low precision in float32, and reads products of it as stored."""
+
+    def __init__(self, products: bool = True) -> None:
+        super().__init__()
+        self.products = products
+
+    def computes_wide(self, node: Any) -> bool:
+        return not (self.products and node.target in (aten.mm.default, aten.addmm.default))
+
+
+class TestLowPrecision(TestCase, CheckPass):
+    rtol, atol = 4e-2, 1e-1  # eager rounds partial sums to bfloat16 too
+
+    def text(self, f: Any, *shapes: tuple[int, ...], vendor: Any = None) -> str:
+        vendor = vendor or Reads()
+        g = graph_of(f, *(torch.randn(s).bfloat16() for s in shapes))
+        return show(self.check(rewrite_conv_matmul, widen(canonicalize(g), vendor), vendor))
+
+    def test_patches_are_gathered_as_stored(self) -> None:
+        self.assertExpectedInline(
+            self.text(lambda x, w, b: F.conv2d(x, w, b, stride=2), (2, 3, 6, 4), (6, 3, 2, 2), (6,)),
+            """\
+graph(arg0_1: bf16[2,3,6,4], arg1_1: bf16[6,3,2,2], arg2_1: bf16[6]):
+  v0: bf16[6,12] = view(arg1_1, [6,12])
+  v1: bf16[12,6] = permute(v0, [1,0])
+  v2: bf16[2,3,3,4,2] = unfold(arg0_1, 2, 2, 2)
+  v3: bf16[2,3,3,2,2,2] = unfold(v2, 3, 2, 2)
+  v4: bf16[2,3,2,3,2,2] = permute(v3, [0,2,3,1,4,5])
+  v5: bf16[2,3,2,3,2,2] = clone(v4, memory_format=contiguous_format)
+  v6: bf16[12,12] = view(v5, [-1,12])
+  v7: bf16[12,6] = addmm(arg2_1, v6, v1)
+  v8: bf16[2,3,2,6] = view(v7, [-1,3,2,6])
+  v9: bf16[2,6,3,2] = permute(v8, [0,3,1,2])
+  v10: bf16[2,6,3,2] = clone(v9, memory_format=contiguous_format)
+  return v10
+""",
+        )
+
+    def test_gradients(self) -> None:
+        def f(g: T, x: T, w: T) -> tuple[T, T, T]:
+            return aten.convolution_backward.default(
+                g, last(x), w, [6], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
+            )
+
+        self.assertExpectedInline(
+            self.text(f, (2, 6, 5, 4), (2, 3, 5, 4), (6, 3, 1, 1)),
+            """\
+graph(arg0_1: bf16[2,3,5,4], arg1_1: bf16[2,6,5,4], arg2_1: bf16[6,3,1,1]):
+  v0: bf16[2,3,5,4] = clone(arg0_1, memory_format=channels_last)
+  v1: f32[2,6,5,4] = prims.convert_element_type(arg1_1, f32)
+  v2: bf16[2,5,4,6] = permute(arg1_1, [0,2,3,1])
+  v3: bf16[2,5,4,6] = clone(v2, memory_format=contiguous_format)
+  v4: bf16[40,6] = view(v3, [-1,6])
+  v5: bf16[6,3] = view(arg2_1, [6,3])
+  v6: bf16[40,3] = mm(v4, v5)
+  v7: bf16[2,5,4,3] = view(v6, [-1,5,4,3])
+  v8: bf16[2,3,5,4] = permute(v7, [0,3,1,2])
+  v9: bf16[6,40] = permute(v4, [1,0])
+  v10: bf16[2,5,4,3] = permute(v0, [0,2,3,1])
+  v11: bf16[40,3] = view(v10, [-1,3])
+  v12: bf16[6,3] = mm(v9, v11)
+  v13: bf16[6,3,1,1] = view(v12, [6,3,1,1])
+  v14: bf16[6,3,1,1] = clone(v13, memory_format=channels_last)
+  v15: f32[6] = sum.dim_IntList(v1, [0,2,3])
+  v16: bf16[6] = prims.convert_element_type(v15, bf16)
+  return v8, v14, v16
+""",
+        )
+
+    def test_what_is_computed_with_in_float32(self) -> None:
+        def read_in_float32(x: T, w: T) -> tuple[T, T]:
+            y = F.conv2d(last(x).float(), w.float())
+            return y.bfloat16(), y.sum()
+
+        shapes = ((2, 4, 5, 4), (6, 4, 1, 1))
+        text = self.text(read_in_float32, *shapes)
+        self.assertIn("f32[40,6] = mm(", text)
+        text = self.text(lambda x, w: F.conv2d(last(x), w), *shapes, vendor=Reads(products=False))
+        self.assertIn("f32[40,6] = mm(", text)
+        text = self.text(lambda x, w: F.conv2d(last(x), w), *shapes)
+        self.assertIn("bf16[40,6] = mm(", text)
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("window", [1, 3])
@@ -205,4 +290,5 @@ def test_which_convolution() -> None:
     register()
     g = graph_of(lambda x, w: F.conv2d(last(x), w, stride=2, padding=1), (2, 3, 5, 4), (6, 3, 3, 2))
     (node,) = [n for n in g.graph.nodes if n.target is aten.convolution.default]
-    assert convolution_of(node) == Convolution(18, (3, 3), (3, 6), (3, 2), (2, 2), (1, 1), torch.float32)
+    dtypes = (torch.float32, torch.float32)
+    assert convolution_of(node) == Convolution(18, (3, 3), (3, 6), (3, 2), (2, 2), (1, 1), *dtypes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dicp.compiler import Compiled, observe
 from dicp.vendor.cpu_graph import claims, vendor
-from dicp.vendor.cpu_graph.claims import common, gemm, matmul
+from dicp.vendor.cpu_graph.claims import attention, common, gemm, matmul
 
 
 class Block(nn.Module):
@@ -35,7 +35,7 @@ class Block(nn.Module):
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A processor whose libraries have no products of low precision, wherever the test runs."""
-    for module in (common, claims, matmul):
+    for module in (common, claims, matmul, attention):
         monkeypatch.setattr(module, "multiplies", lambda dtype: False)
     torch._dynamo.reset()
     torch.manual_seed(4)
@@ -65,7 +65,8 @@ def test_contractions_are_made_in_float32(
     slow: None, dtype: torch.dtype, dynamic: bool, without_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if without_tiles:
-        monkeypatch.setattr(gemm, "available", lambda dtype: False)
+        for module in (gemm, attention):
+            monkeypatch.setattr(module, "available", lambda dtype: False)
     model, x = Block().to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype)
     double = copy.deepcopy(model).double()
     graphs: list[Compiled] = []
@@ -78,10 +79,10 @@ def test_contractions_are_made_in_float32(
         assert (mine.double() - reference).abs().max() <= 2 * (theirs.double() - reference).abs().max() + unit
     calls = [c for g in graphs for c in g.program.library_calls]
     low = [c.claim.name for c in calls if any(b is not None and b.dtype == dtype for b in c.outputs)]
-    # ATen's kernels widen tiles of bfloat16 themselves, as ours do
-    wide = {"attention: flash"} if dtype == torch.bfloat16 else set()
-    assert {name for name in low if not name.endswith(": tiles")} == wide
-    assert len(low) == (len(wide) if without_tiles else 9 + len(wide))
+    if without_tiles:  # ATen's kernels of attention widen tiles of bfloat16 themselves
+        assert low == ["attention: flash"] * (dtype == torch.bfloat16)
+    else:
+        assert {name.split(": ")[1] for name in low} == {"tiles"} and len(low) == 10
     assert len(calls) >= 12
 
 
@@ -107,3 +108,43 @@ def test_programs_are_kept_apart_by_processor(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(common, "multiplies", lambda dtype, has=has: has)
         texts.add(vendor.fingerprint(Config.make()))
     assert len(texts) == 2
+
+
+def images(*shape: int) -> Tensor:
+    """Channels-last, whose rows are positions as they lie."""
+    return torch.randn(shape).bfloat16().to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "make, shape, dynamic, tiled",
+    [
+        (lambda: nn.Conv2d(16, 24, 1), (2, 16, 9, 11), False, 3),
+        (lambda: nn.Conv2d(16, 24, 1), (2, 16, 9, 11), True, 3),
+        (lambda: nn.Conv2d(3, 24, 4, stride=4), (2, 3, 16, 24), False, 2),  # patches
+        (lambda: nn.Conv2d(3, 24, 4, stride=4), (2, 3, 16, 24), True, 0),  # how many, nobody knows
+        (lambda: nn.Conv2d(8, 24, 3, padding=1), (2, 8, 17, 19), False, 0),
+    ],
+)
+def test_convolutions_that_are_products_read_what_is_stored(
+    slow: None, make: Any, shape: tuple[int, ...], dynamic: bool, tiled: int
+) -> None:
+    model, x = make().bfloat16(), images(*shape)
+    graphs: list[Compiled] = []
+    results = []
+    for precise in (False, False, True):
+        fn = copy.deepcopy(model).double() if precise else copy.deepcopy(model)
+        given = x.to(fn.weight.dtype).requires_grad_(tiled == 3)
+        call = fn if len(results) else torch.compile(fn, backend="dicp_cpu", dynamic=dynamic)
+        with observe(graphs.append):
+            y = call(given)
+            grads = torch.autograd.grad(y.square().sum(), [*[given] * (tiled == 3), *fn.parameters()])
+        results.append([y, *grads])
+    for mine, theirs, exact in zip(*results, strict=True):
+        assert mine.dtype == theirs.dtype
+        unit = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+        assert (mine - exact).abs().max() <= 2 * (theirs - exact).abs().max() + unit
+    assert results[0][0].stride() == results[1][0].stride()
+    calls = [c for g in graphs for c in g.program.library_calls]
+    assert sum(c.claim.name.endswith(": tiles") for c in calls) == tiled
+    wide = [c for c in calls if any(v.buffer.dtype == torch.float32 for v in c.args if hasattr(v, "buffer"))]
+    assert bool(wide) == (tiled == 0)

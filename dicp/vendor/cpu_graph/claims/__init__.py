@@ -90,7 +90,7 @@ def computes_wide(node: fx.Node) -> bool:
         return False
     if attention.is_forward(node):
         # ATen's kernels widen tiles of bfloat16 themselves, and are as fast as in float32
-        return dtype == torch.float16 and not attention.reads_rows(node)
+        return dtype == torch.float16 and not attention.reads_operands(node)
     return not matmul.reads_weights(node) and not matmul.prefers_tiles(node)
 
 

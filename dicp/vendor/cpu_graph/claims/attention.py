@@ -12,7 +12,15 @@ import torch.fx as fx
 from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import FLOATS, SHIM, argument, memory_order, rows
+from dicp.vendor.cpu_graph.claims.common import (
+    FLOATS,
+    LOW,
+    SHIM,
+    argument,
+    memory_order,
+    multiplies,
+    rows,
+)
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
@@ -56,20 +64,28 @@ using namespace dicp;
 
 // softmax(scale Q K^T + mask) V
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
-  return {function}(q, k, v, mask, out, log_sum, sizes, scale, causal);
+  return {function}{types}(q, k, v, mask, out, log_sum, sizes, scale, causal);
 }}
 """
+
+
+def _multiplied(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of the tiles' products: the operands', or float32 where the processor has nothing for a low
+    precision; None where there are no micro-kernels for it."""
+    product = torch.float32 if dtype in LOW and not multiplies(dtype) else dtype
+    return product if available(product) else None
 
 
 def _tiled(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> Claim | None:
     """The claim by tiles, where the micro-kernels and the tiles' layout allow."""
     q, _, v = (a.meta["val"] for a in node.args[:3])  # type: ignore[union-attr]
     depths = (q.shape[-1], v.shape[-1])
-    if not available(q.dtype) or size_hint(q.shape[2]) < FEW_ROWS or not _addressed(node, mask):
+    product = _multiplied(q.dtype)
+    if product is None or size_hint(q.shape[2]) < FEW_ROWS or not _addressed(node, mask):
         return None
     if not all(d % 2 == 0 and d <= 256 for d in depths):
         return None
-    emit = _emit("dicp_attention.h", "flash_attention", causal, scale)
+    emit = _emit("dicp_attention.h", "flash_attention", causal, scale, product)
     return Claim("attention: tiles", emit, out=True, prepare=_tile_rows)
 
 
@@ -88,13 +104,13 @@ def is_forward(node: fx.Node) -> bool:
     return node.target in (torch.ops.dicp.attention.default, _FLASH)
 
 
-def reads_rows(node: fx.Node) -> bool:
-    """Whether the template for few query rows serves a call."""
+def reads_operands(node: fx.Node) -> bool:
+    """Whether a template serves a call, which reads operands of a low precision as they are."""
     if node.target is _FLASH:
         mask, dropout = node.kwargs.get("attn_mask"), argument(node, 3, "dropout_p", 0.0)
     else:
         mask, dropout = argument(node, 3, "mask", None), 0.0
-    return dropout == 0.0 and _by_rows(node, mask, False, None) is not None
+    return dropout == 0.0 and bool(_templates(node, mask, False, None))
 
 
 def _addressed(node: fx.Node, mask: Any) -> bool:
@@ -117,8 +133,10 @@ def _tile_rows(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[An
     return [*(fix(a) for a in args[:3]), *args[3:]]
 
 
-def _emit(header: str, function: str, causal: bool, scale: float | None) -> Callable[[Any, Call], None]:
-    """The call of a template."""
+def _emit(
+    header: str, function: str, causal: bool, scale: float | None, product: torch.dtype | None = None
+) -> Callable[[Any, Call], None]:
+    """The call of a template. `product`: what its micro-kernels multiply, where it has such."""
 
     def emit(w: Any, c: Call) -> None:
         q, k, v = c.args[:3]
@@ -127,11 +145,18 @@ def _emit(header: str, function: str, causal: bool, scale: float | None) -> Call
         out, log_sum = c.outputs[0], c.outputs[1] if len(c.outputs) > 1 else None
         kinds = {"T": STORAGE[q.buffer.dtype], "M": STORAGE[(added or q).buffer.dtype]}
         name = "_".join([function, *dict.fromkeys(kinds.values())])
+        types = [*([STORAGE[product]] if product else []), *kinds.values()]
         parameters = _PARAMETERS.format(**kinds)
         w.template(
             name,
             parameters,
-            _SOURCE.format(name=name, parameters=parameters, header=header, function=function),
+            _SOURCE.format(
+                name=name,
+                parameters=parameters,
+                header=header,
+                function=function,
+                types=f"<{', '.join(types)}>",
+            ),
         )
         sizes, _ = w.ints(
             [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]]
@@ -156,10 +181,8 @@ def _mask_strides(mask: View) -> list[Any]:
 # -- claims ------------------------------------------------------------------------------------------------
 
 
-def _templates(node: fx.Node, mask: Any, causal: bool, scale: float | None, config: Any) -> list[Claim]:
+def _templates(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> list[Claim]:
     """The claims by templates, which are ahead of ATen's kernels where there is one."""
-    if config.numerics == "eager":
-        return []
     found = [_by_rows(node, mask, causal, scale), _tiled(node, mask, causal, scale)]
     return [claim for claim in found if claim is not None]
 
@@ -182,7 +205,8 @@ def attention(node: fx.Node, config: Any) -> list[Claim]:
         w.call(c, SHIM + "_scaled_dot_product_flash_attention_for_cpu", head, extra=[f"&{logsumexp}.h"])
 
     library = Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2, 3))
-    return [*_templates(node, node.args[3], causal, scale, config), library]
+    own = [] if config.numerics == "eager" else _templates(node, node.args[3], causal, scale)
+    return [*own, library]
 
 
 def flash(node: fx.Node, config: Any) -> list[Claim]:
@@ -205,7 +229,8 @@ def flash(node: fx.Node, config: Any) -> list[Claim]:
         )
 
     library = Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2))
-    return [*(_templates(node, mask, causal, scale, config) if p == 0.0 else []), library]
+    own = p == 0.0 and config.numerics != "eager"
+    return [*(_templates(node, mask, causal, scale) if own else []), library]
 
 
 def flash_backward(node: fx.Node, config: Any) -> Claim | None:

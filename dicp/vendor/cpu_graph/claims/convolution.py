@@ -15,6 +15,7 @@ from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.common import (
     FLOATS,
+    LOW,
     SHIM,
     activation,
     argument,
@@ -33,10 +34,12 @@ gathering 1.3 ms (2 Zen 4 cores)."""
 
 def matmul_pays(part: str, conv: Any) -> bool:
     """Products with a 1x1 window run at the library's peak either way; as GEMM they write where the program
-    wants them, where a convolution allocates its results and reorders its weights at each call."""
+    wants them, where a convolution allocates its results and reorders its weights at each call. So do those
+    of patches of a low precision, of which a product makes no float32 copies (docs/tuning.md)."""
     if conv.dtype != torch.float32 or winograd.pays_for(conv):
         return False
-    return conv.pointwise or (part != "input" and conv.positions < FEW_POSITIONS)
+    gathers = conv.positions < FEW_POSITIONS or (conv.stored in LOW and conv.patches)
+    return conv.pointwise or (part != "input" and gathers)
 
 
 def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:

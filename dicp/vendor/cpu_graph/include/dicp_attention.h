@@ -1,6 +1,7 @@
 // Attention by tiles: softmax(scale Q K^T + mask) V, a block of query rows against one block of keys after the
 // other. Each row keeps its maximum and sum so far, so that no more than one tile of scores exists at a time
-// (flash attention, Dao et al. 2022). The products are oneDNN's micro-kernels, which libtorch exports.
+// (flash attention, Dao et al. 2022). The products are oneDNN's micro-kernels, which libtorch exports: of the operands'
+// dtype, or of float32 where the processor has none of that dtype; what is loaded then becomes float32 on the way.
 #pragma once
 #include "dicp_brgemm.h"
 
@@ -26,37 +27,60 @@ inline void pair_rows(const uint16_t* a, const uint16_t* b, int64_t n, uint32_t*
     for (int64_t i = 0; i < n; ++i) to[i] = a[i];
 }
 
-// The workspace of one thread, and the work on one block of query rows.
-template <class T, class M> struct AttentionTile {
-  static constexpr bool pairs = is_low<T>;  // operands go to the products as 16-bit pairs
+// The workspace of one thread, and the work on one block of query rows. The products are of P: T or float.
+template <class P, class T, class M> struct AttentionTile {
+  static constexpr bool pairs = is_low<P>;       // operands go to the products as 16-bit pairs
+  static constexpr bool converts = !same<P, T>;  // operands become P first
   const Attention& a;
   float scale;
   int64_t width;  // keys of a block
   char* memory;
   float *scores, *keys, *result, *top, *sum;  // scores, weights [rows][width], keys [depth (/ 2)][width] words
-  T *weights, *values;                        // of 16-bit types; else the weights take the scores' place
+  P *queries, *weights, *values;              // [rows][depth], weights [rows][width], values [width][depth_v]
 
   AttentionTile(const Attention& attention, float factor) : a(attention), scale(factor) {
     const int64_t rows = a.rows < QUERY_BLOCK ? (a.rows + LANES - 1) / LANES * LANES : QUERY_BLOCK;
     width = a.keys < KEY_BLOCK ? (a.keys + LANES - 1) / LANES * LANES : KEY_BLOCK;
     const int64_t tile = rows * width, words = a.depth / (pairs ? 2 : 1);
     const int64_t floats = tile + words * width + rows * a.depth_v + 2 * rows;
-    const int64_t low = pairs ? tile + width * a.depth_v : 0;
-    memory = (char*)aligned_alloc(64, (floats * 4 + low * 2 + 63) / 64 * 64);
+    const int64_t own = (pairs ? tile : 0) + (converts ? rows * a.depth : 0) + (pairs || converts ? width * a.depth_v : 0);
+    memory = (char*)aligned_alloc(64, (floats * 4 + own * (int64_t)sizeof(P) + 63) / 64 * 64);
     scores = (float*)memory;
     keys = scores + tile;
     result = keys + words * width;
     top = result + rows * a.depth_v;
     sum = top + rows;
-    weights = (T*)(pairs ? sum + rows : scores);
-    values = weights + tile;
+    values = (P*)(sum + rows);
+    queries = values + (pairs || converts ? width * a.depth_v : 0);
+    weights = pairs ? queries + (converts ? rows * a.depth : 0) : (P*)scores;  // floats take the scores' place
   }
   ~AttentionTile() { free(memory); }
+
+  struct Block {  // rows as products read them
+    const P* at;
+    int64_t row;
+  };
+  // m rows of n elements in the products' dtype: as they lie, or in `room`
+  DICP_INLINE Block as_products_read(const T* from, int64_t row, int64_t m, int64_t n, P* room) {
+    if constexpr (!converts) return {from, row};
+    else return bring(from, row, 1, m, n, room, n), Block{room, n};
+  }
+  // n rows of values, by pairs of rows where products want such
+  DICP_INLINE Block values_of(const T* v, int64_t n) {
+    if constexpr (pairs) {
+      for (int64_t i = 0; i < n; i += 2)
+        pair_rows((const uint16_t*)(v + i * a.v[2]), i + 1 < n ? (const uint16_t*)(v + (i + 1) * a.v[2]) : nullptr,
+                  a.depth_v, (uint32_t*)values + i / 2 * a.depth_v);
+      return {values, a.depth_v};
+    } else {
+      return as_products_read(v, a.v[2], n, a.depth_v, values);
+    }
+  }
 
   // scores -> weights of one row: n keys of which the first `valid` count; what was summed so far is rescaled
   DICP_INLINE void soft_row(int64_t r, int64_t n, int64_t valid, const M* mask) {
     float* const s = scores + r * width;
-    T* const w = weights + r * width;
+    P* const w = weights + r * width;
     vf32 most = splat<vf32>(NEVER);
     each_part(valid, [&](int64_t c, auto lanes) {
       vf32 x = load(s + c, lanes) * scale;
@@ -88,25 +112,20 @@ template <class T, class M> struct AttentionTile {
              float* log_sum) {
     for (int64_t r = 0; r < count; ++r) top[r] = NEVER, sum[r] = 0.0f;
     const int64_t end = causal && first + count < a.keys ? first + count : a.keys;
+    const Block of_queries = as_products_read(q + first * a.q[2], a.q[2], count, a.depth, queries);
     for (int64_t k0 = 0; k0 < end; k0 += width) {
       const int64_t n = end - k0 < width ? end - k0 : width;
       // words of 32 bits: floats, or the pairs of 16-bit values that the product wants
-      bring((const float*)(k + k0 * a.k[2]), 1, a.k[2] / (pairs ? 2 : 1), a.depth / (pairs ? 2 : 1), n, keys, width);
-      product(count, n, a.depth, q + first * a.q[2], a.q[2], (const T*)keys, width, scores, width, false);
+      if constexpr (pairs) bring((const float*)(k + k0 * a.k[2]), 1, a.k[2] / 2, a.depth / 2, n, keys, width);
+      else bring(k + k0 * a.k[2], 1, a.k[2], a.depth, n, keys, width);
+      product(count, n, a.depth, of_queries.at, of_queries.row, (const P*)keys, width, scores, width, false);
       const int64_t even = pairs ? (n + 1) / 2 * 2 : n;
       for (int64_t r = 0; r < count; ++r) {
         const int64_t seen = first + r + 1 - k0, valid = !causal || seen > n ? n : seen < 0 ? 0 : seen;
         soft_row(r, even, valid, mask ? mask + (first + r) * a.mask[2] + k0 * a.mask[3] : nullptr);
       }
-      const T* b = v + k0 * a.v[2];
-      int64_t ldb = a.v[2];
-      if constexpr (pairs) {
-        for (int64_t i = 0; i < n; i += 2)
-          pair_rows((const uint16_t*)(b + i * ldb), i + 1 < n ? (const uint16_t*)(b + (i + 1) * ldb) : nullptr,
-                    a.depth_v, (uint32_t*)values + i / 2 * a.depth_v);
-        b = values, ldb = a.depth_v;
-      }
-      product(count, a.depth_v, even, weights, width, b, ldb, result, a.depth_v, k0 > 0);
+      const Block of_values = values_of(v + k0 * a.v[2], n);
+      product(count, a.depth_v, even, weights, width, of_values.at, of_values.row, result, a.depth_v, k0 > 0);
     }
     for (int64_t r = 0; r < count; ++r) {
       const float* const o = result + r * a.depth_v;
@@ -119,7 +138,7 @@ template <class T, class M> struct AttentionTile {
 };
 
 // mask and log_sum (of each row's exponentials) may be null. Returns not 0 where the micro-kernels raised.
-template <class T, class M>
+template <class P, class T, class M>
 int32_t flash_attention(const T* q, const T* k, const T* v, const M* mask, T* out, float* log_sum,
                         const int64_t* sizes, double scale, bool causal) {
   const Attention& a = *(const Attention*)sizes;
@@ -127,7 +146,7 @@ int32_t flash_attention(const T* q, const T* k, const T* v, const M* mask, T* ou
   int32_t failed = 0;
 #pragma omp parallel reduction(| : failed)
   {
-    AttentionTile<T, M> tile(a, (float)scale);
+    AttentionTile<P, T, M> tile(a, (float)scale);
 #pragma omp for collapse(3) schedule(dynamic)
     for (int64_t b = 0; b < a.batch; ++b)
       for (int64_t h = 0; h < a.heads; ++h)
@@ -142,7 +161,7 @@ int32_t flash_attention(const T* q, const T* k, const T* v, const M* mask, T* ou
             failed = 1;
           }
         }
-    if (AttentionTile<T, M>::pairs) at::native::cpublas::brgemm_release(true);
+    if (AttentionTile<P, T, M>::pairs) at::native::cpublas::brgemm_release(true);
   }
   return failed;
 }
