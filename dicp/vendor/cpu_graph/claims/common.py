@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.schedule.defs import View
+from dicp.schedule.strides import dense_strides
 
 aten = torch.ops.aten
 LOW = (torch.bfloat16, torch.float16)
@@ -92,9 +93,8 @@ def lists(w: Any, *lists: Sequence[int]) -> list[str]:
 
 
 def channels_last(v: View) -> bool:
-    """Whether dims lie in memory as [batch, *spatial, channels], as far as strides are numbers."""
-    order = memory_order(v)
-    return len(order) in (4, 5) and order == (0, *range(2, len(order)), 1)
+    """Whether dims lie in memory as [batch, *spatial, channels]."""
+    return len(v.shape) in (4, 5) and memory_order(v) == _channels_last_order(len(v.shape))
 
 
 def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
@@ -110,8 +110,17 @@ def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
 
 
 def memory_order(v: View) -> tuple[int, ...]:
-    """Dims from outermost to innermost, as far as the strides are numbers; row-major otherwise."""
-    if not all(isinstance(s, int) for s in v.strides):
-        seq_first = len(v.shape) == 4 and v.strides[1] == v.shape[3]
-        return (0, 2, 1, 3) if seq_first else tuple(range(len(v.shape)))
-    return tuple(sorted(range(len(v.shape)), key=lambda d: (-v.strides[d], d)))  # type: ignore[operator]
+    """Dims from outermost to innermost. Strides that are not numbers are compared with those of the orders that
+    libraries know; row-major otherwise."""
+    dims = tuple(range(len(v.shape)))
+    if all(isinstance(s, int) for s in v.strides):
+        return tuple(sorted(dims, key=lambda d: (-v.strides[d], d)))  # type: ignore[operator]
+    last = _channels_last_order(len(dims))
+    if len(dims) in (4, 5) and tuple(v.strides) == dense_strides(v.shape, last):
+        return last
+    seq_first = len(dims) == 4 and v.strides[1] == v.shape[3]
+    return (0, 2, 1, 3) if seq_first else dims
+
+
+def _channels_last_order(rank: int) -> tuple[int, ...]:
+    return (0, *range(2, rank), 1)
