@@ -110,8 +110,8 @@ def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
 
 
 def memory_order(v: View) -> tuple[int, ...]:
-    """Dims from outermost to innermost. Strides that are not numbers are compared with those of the orders that
-    libraries know; row-major otherwise."""
+    """Dims from outermost to innermost. Strides that are not numbers are compared with those of the orders
+    that libraries know; row-major otherwise."""
     dims = tuple(range(len(v.shape)))
     if all(isinstance(s, int) for s in v.strides):
         return tuple(sorted(dims, key=lambda d: (-v.strides[d], d)))  # type: ignore[operator]
