@@ -43,7 +43,8 @@ template <class P, class T, class M> struct AttentionTile {
     width = a.keys < KEY_BLOCK ? (a.keys + LANES - 1) / LANES * LANES : KEY_BLOCK;
     const int64_t tile = rows * width, words = a.depth / (pairs ? 2 : 1);
     const int64_t floats = tile + words * width + rows * a.depth_v + 2 * rows;
-    const int64_t own = (pairs ? tile : 0) + (converts ? rows * a.depth : 0) + (pairs || converts ? width * a.depth_v : 0);
+    const int64_t of_values = pairs || converts ? width * a.depth_v : 0, of_queries = converts ? rows * a.depth : 0;
+    const int64_t own = of_values + of_queries + (pairs ? tile : 0);
     memory = (char*)aligned_alloc(64, (floats * 4 + own * (int64_t)sizeof(P) + 63) / 64 * 64);
     scores = (float*)memory;
     keys = scores + tile;
@@ -51,8 +52,8 @@ template <class P, class T, class M> struct AttentionTile {
     top = result + rows * a.depth_v;
     sum = top + rows;
     values = (P*)(sum + rows);
-    queries = values + (pairs || converts ? width * a.depth_v : 0);
-    weights = pairs ? queries + (converts ? rows * a.depth : 0) : (P*)scores;  // floats take the scores' place
+    queries = values + of_values;
+    weights = pairs ? queries + of_queries : (P*)scores;  // floats take the scores' place
   }
   ~AttentionTile() { free(memory); }
 
@@ -115,7 +116,7 @@ template <class P, class T, class M> struct AttentionTile {
     const Block of_queries = as_products_read(q + first * a.q[2], a.q[2], count, a.depth, queries);
     for (int64_t k0 = 0; k0 < end; k0 += width) {
       const int64_t n = end - k0 < width ? end - k0 : width;
-      // words of 32 bits: floats, or the pairs of 16-bit values that the product wants
+      // pairs of 16-bit values, which the product wants, move as words of 32 bits
       if constexpr (pairs) bring((const float*)(k + k0 * a.k[2]), 1, a.k[2] / 2, a.depth / 2, n, keys, width);
       else bring(k + k0 * a.k[2], 1, a.k[2], a.depth, n, keys, width);
       product(count, n, a.depth, of_queries.at, of_queries.row, (const P*)keys, width, scores, width, false);
