@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from dicp.ir import expr as ex
+from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
@@ -135,7 +136,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
     expr = value(idx)
     if expr.op == "at":
         buffer = low.out.buffers[expr.args[0]]
-        window = affine_window(buffer.flat(expr.args[1]), idx, shape)
+        window = affine_window(buffer.flat(expr.args[1]), idx, shape) or _traced_window(low, r, buffer)
         root = view_root(r)
         owner = low.returned.get(buffer.name, root)
         fresh = buffer.kind == "input" and root.op != "placeholder" or owner is not root
@@ -162,6 +163,29 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
     if not free and buffer.strides != strides:  # e.g. an expanded result: one element, many positions
         buffer.strides = strides
     return View(buffer, shape, strides if not free else order)
+
+
+def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, Index] | None:
+    """(strides, offset) in a buffer of a view as traced, where what it is a view of lies there as traced.
+
+    Of a view of symbolic sizes whose place is too involved to be seen as affine: AOTAutograd takes the place
+    in an input, or in another result, from the tensor that is returned.
+    """
+    root = view_root(r)
+    val, seen, value = r.meta["val"], root.meta.get("val"), low.values.get(root)
+    if not isinstance(seen, torch.Tensor) or not isinstance(value, Value):
+        return None
+    if not torch._C._is_alias_of(val, seen):
+        return None
+    idx = low._vars(value.shape)
+    expr = value(idx)
+    if expr.op != "at" or low.out.buffers[expr.args[0]] is not buffer:
+        return None
+    window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
+    if window is None or not strides_agree(window[0], low._sizes(seen.stride()), value.shape):
+        return None
+    (ahead,) = low._sizes((val.storage_offset() - seen.storage_offset(),))
+    return low._sizes(val.stride()), window[1] + ahead
 
 
 def broadcast_to(value: Value, shape: Shape) -> Value:

@@ -224,6 +224,12 @@ RESULTS = {
     "captured_tensor": (lambda x, c=torch.arange(5.0): (x + c, c), r(4, 5)),
     "library_result_view": (lambda x: ((x @ x.t())[1:], x), r(4, 5)),
     "real_view_of_complex": (lambda x: torch.view_as_real(torch.polar(x, x)), r(4, 5)),
+    "piece_of_flat_input": (lambda x: (x.flatten()[1:3], x.view(-1)[3:][::2]), r(3, 5, 7)),
+    "mutated_flat_piece": (lambda x: x.mul_(2).flatten()[1:3], r(3, 5, 7)),
+    "result_and_flat_piece": (
+        lambda x: ((y := x * 2), y.flatten()[1:3], y.view(-1)[3:7].view(2, 2)),
+        r(3, 5, 7),
+    ),
 }
 
 
@@ -258,10 +264,18 @@ def test_fresh_results_share_no_memory(name: str) -> None:
     check(FRESH[name], r(4, 5), calls=1)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_alias_as_eagers_do(name: str) -> None:
+def test_results_alias_as_eagers_do(name: str, dynamic: bool) -> None:
     fn, *args = RESULTS[name]
-    check(fn, *args)
+    check(fn, *args, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("name", ["piece_of_flat_input", "result_and_flat_piece", "view_of_temporary"])
+def test_results_with_gradients_alias_as_eagers_do(name: str) -> None:
+    """AOTAutograd makes those views again, of the result that they are views of."""
+    fn, x = RESULTS[name]
+    check(fn, x.clone().requires_grad_(), dynamic=True)
 
 
 def test_results_of_one_call_survive_the_next() -> None:
