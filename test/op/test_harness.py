@@ -545,6 +545,32 @@ def test_a_finding_is_upstreams_only_where_its_results_are_ours() -> None:
         assert upstream(p, backend, *found) == same  # type: ignore[arg-type]
 
 
+def test_a_finding_is_upstreams_whatever_rounding_does_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One result is wrong in `aot_eager` alike; of the other, each backend's rounding is its own."""
+    from dicp.conformance import fuzz_program
+    from dicp.conformance.fuzz import upstream
+    from dicp.conformance.fuzz_program import Finding, Input, Program, Statement
+
+    body = tuple(Statement(f"v{k}", "{0}.exp()", ("x0",), True, "unary") for k in range(2))
+    p = Program(1, (Input("x0", (3,), "float32", requires_grad=False),), body, ("v0", "v1"), False, False)
+    exact = torch.linspace(1, 2, 3).exp()
+    wrong, above, below = exact + 1, exact * 1.03, exact * 0.98
+    results = {
+        "eager": [exact, above],
+        "aot_eager": [wrong, above],
+        "mine": [wrong, below],
+        "other": [wrong + 1, below],
+    }
+    monkeypatch.setattr(torch, "compile", lambda fn, backend, dynamic: backend)
+    monkeypatch.setattr(fuzz_program, "function", lambda source: "eager")
+    monkeypatch.setattr(fuzz_program, "run", lambda name, p, inputs: (results[name], [], []))
+    monkeypatch.setattr(fuzz_program, "reference", lambda *_: ([exact.double()] * 2, [], []))
+    monkeypatch.setattr(fuzz_program, "eager_dtypes", lambda *_: {})
+    finding = Finding("value", "of the first result")
+    assert upstream(p, "mine", finding, False)
+    assert not upstream(p, "other", finding, False)
+
+
 def test_wide_slice_has_all_operators_of_cis() -> None:
     """What `run_test_op.sh wide` runs: over 5,000 cases, a dozen to a unit."""
     from ci_slice import ci_units, operators
