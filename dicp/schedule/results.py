@@ -130,7 +130,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
     if not isinstance(val, torch.Tensor) or isinstance(value, Raw):
         return value
     if isinstance(value, Buffer):
-        return View(value, value.shape, value.strides)
+        return _piece_of(low, r, mutated) or View(value, value.shape, value.strides)
     shape, strides = low._sizes(val.shape), low.dense.get(r) or low._sizes(val.stride())
     idx = low._vars(shape)
     expr = value(idx)
@@ -165,27 +165,46 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
     return View(buffer, shape, strides if not free else order)
 
 
+def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
+    """What a library made as a view of a buffer, as that buffer's own: the library is told of no storage, and
+    AOTAutograd takes the place from the tensor that is returned."""
+    base, ahead = low.values.get(view_root(r)), _ahead(r)
+    if not isinstance(base, Buffer) or ahead is None or base.name in mutated:
+        return None
+    seen, val = view_root(r).meta["val"], r.meta["val"]
+    if base.dtype != val.dtype or not strides_agree(base.strides, low._sizes(seen.stride()), base.shape):
+        return None
+    return View(base, low._sizes(val.shape), low._sizes(val.stride()), *low._sizes((ahead,)))
+
+
 def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, Index] | None:
     """(strides, offset) in a buffer of a view as traced, where what it is a view of lies there as traced.
 
     Of a view of symbolic sizes whose place is too involved to be seen as affine: AOTAutograd takes the place
     in an input, or in another result, from the tensor that is returned.
     """
-    root = view_root(r)
-    val, seen, value = r.meta["val"], root.meta.get("val"), low.values.get(root)
-    if not isinstance(seen, torch.Tensor) or not isinstance(value, Value):
-        return None
-    if not torch._C._is_alias_of(val, seen):
+    root, ahead = view_root(r), _ahead(r)
+    value = low.values.get(root)
+    if ahead is None or not isinstance(value, Value):
         return None
     idx = low._vars(value.shape)
     expr = value(idx)
     if expr.op != "at" or low.out.buffers[expr.args[0]] is not buffer:
         return None
     window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
-    if window is None or not strides_agree(window[0], low._sizes(seen.stride()), value.shape):
+    strides = low._sizes(root.meta["val"].stride())
+    if window is None or not strides_agree(window[0], strides, value.shape):
         return None
-    (ahead,) = low._sizes((val.storage_offset() - seen.storage_offset(),))
-    return low._sizes(val.stride()), window[1] + ahead
+    return low._sizes(r.meta["val"].stride()), window[1] + low._sizes((ahead,))[0]
+
+
+def _ahead(r: fx.Node) -> Any:
+    """By how many elements a view begins behind what it is a view of; None where it is none as traced."""
+    root = view_root(r)
+    val, seen = r.meta["val"], root.meta.get("val")
+    if r is root or not isinstance(seen, torch.Tensor) or not torch._C._is_alias_of(val, seen):
+        return None
+    return val.storage_offset() - seen.storage_offset()
 
 
 def broadcast_to(value: Value, shape: Shape) -> Value:

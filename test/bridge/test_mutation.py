@@ -226,6 +226,11 @@ RESULTS = {
     "real_view_of_complex": (lambda x: torch.view_as_real(torch.polar(x, x)), r(4, 5)),
     "piece_of_flat_input": (lambda x: (x.flatten()[1:3], x.view(-1)[3:][::2]), r(3, 5, 7)),
     "mutated_flat_piece": (lambda x: x.mul_(2).flatten()[1:3], r(3, 5, 7)),
+    "piece_of_flat_complex": (lambda x: (x.flatten()[2:5], x * 2), c(3, 5, 7)),
+    "pieces_of_complex_results": (
+        lambda x: ((y := x * 2), y.flatten()[2:5], x.mul_(3).flatten()[1:3]),
+        c(3, 5, 7),
+    ),
     "result_and_flat_piece": (
         lambda x: ((y := x * 2), y.flatten()[1:3], y.view(-1)[3:7].view(2, 2)),
         r(3, 5, 7),
@@ -271,7 +276,9 @@ def test_results_alias_as_eagers_do(name: str, dynamic: bool) -> None:
     check(fn, *args, dynamic=dynamic)
 
 
-@pytest.mark.parametrize("name", ["piece_of_flat_input", "result_and_flat_piece", "view_of_temporary"])
+@pytest.mark.parametrize(
+    "name", ["piece_of_flat_input", "piece_of_flat_complex", "result_and_flat_piece", "view_of_temporary"]
+)
 def test_results_with_gradients_alias_as_eagers_do(name: str) -> None:
     """AOTAutograd makes those views again, of the result that they are views of."""
     fn, x = RESULTS[name]
