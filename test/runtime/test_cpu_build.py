@@ -293,6 +293,26 @@ def test_undefined_symbol_shows_when_loaded(config: Config) -> None:
     assert "model.py:3" in str(raised.value)
 
 
+def test_a_compiler_that_crashes_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cxx = compiler_script(
+        tmp_path / "crashes",
+        'case "$*" in *-fno-tree-slp-vectorize*) ;; *unit.cpp*)\n'
+        '  echo "unit.cpp:9:56: internal compiler error: Segmentation fault"; exit 1;; esac\n'
+        f'exec {GXX} "$@"',
+    )
+    with caplog.at_level("WARNING", "dicp.build"):
+        library = build([unit("a", 1)], Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx}))
+    assert call(library, "a") == 1
+    assert "crashed on a" in caplog.text
+
+
+def test_a_compiler_that_crashes_twice_is_an_error(tmp_path: Path) -> None:
+    crash = "echo internal compiler error; exit 1"
+    cxx = compiler_script(tmp_path / "crashes", f'case "$*" in *unit.cpp*) {crash};; esac\nexec {GXX} "$@"')
+    with pytest.raises(BuildError, match="internal compiler error"):
+        build([unit("a", 1)], Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx}))
+
+
 NAP = f"4321.{os.getpid()}"  # a duration only this run's compilers sleep
 
 

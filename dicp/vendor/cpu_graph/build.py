@@ -43,6 +43,9 @@ log = logging.getLogger("dicp.build")
 SOURCE, LIBRARY = "unit.cpp", "unit.so"
 _MESSAGE_LINES = 30
 _ROOM = 1 << 20  # bytes a build needs at the least
+_CRASHED = "internal compiler error"
+_WITHOUT_SLP = "-fno-tree-slp-vectorize"
+"""Without the pass that g++ 12 dies in for some strided loads with AVX-512; kernels are vectors already."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +206,13 @@ def _compile(plan: _Plan, tools: Toolchain, config: Config, store: Store, jobs: 
             LIBRARY,
             *plan.flags[0].link,
         ]
-        _run(tools, arguments, folder, config, store, jobs, unit)
+        try:
+            _run(tools, arguments, folder, config, store, jobs, unit)
+        except BuildError as e:
+            if _CRASHED not in e.message:
+                raise
+            log.warning("the compiler crashed on %s: trying again with %s", unit.name, _WITHOUT_SLP)
+            _run(tools, [*arguments, _WITHOUT_SLP], folder, config, store, jobs, unit)
 
     return store.get_or_build(plan.keys[0], fill, label=unit.name)
 
