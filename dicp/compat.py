@@ -30,6 +30,11 @@ def fake_mode_of(values: object) -> FakeTensorMode | None:
     return _detect_fake_mode(values)
 
 
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, fake ones too, have one storage."""
+    return torch._C._is_alias_of(a, b)
+
+
 def known_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Whether the sizes are equal for every value of the symbols, found out without adding a guard."""
     if isinstance(a, int) and isinstance(b, int):

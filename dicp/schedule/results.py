@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from dicp.compat import shares_memory
 from dicp.ir import expr as ex
 from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
@@ -202,7 +203,7 @@ def _ahead(r: fx.Node) -> Any:
     """By how many elements a view begins behind what it is a view of; None where it is none as traced."""
     root = view_root(r)
     val, seen = r.meta["val"], root.meta.get("val")
-    if r is root or not isinstance(seen, torch.Tensor) or not torch._C._is_alias_of(val, seen):
+    if r is root or not isinstance(seen, torch.Tensor) or not shares_memory(val, seen):
         return None
     return val.storage_offset() - seen.storage_offset()
 
