@@ -1,13 +1,16 @@
 """Who computes attention: a kernel that torch ships, or the template (templates/attention.py).
 
 torch's serve what they were made for. The template comes first where they would be given copies: a mask of
-bools, of another dtype, or besides causal; values of another depth; a mask with grouped heads.
+bools, of another dtype, or besides causal; values of another depth; a mask with grouped heads. And where a
+mask meets few queries and many keys (a token with a static cache): of torch's kernels only those without
+masks split keys among multiprocessors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ import torch.fx as fx
 from dicp.compat import size_hint
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cuda_graph.products import FLOATS, precision
+from dicp.vendor.cuda_graph.products import FLOATS, multiprocessors, precision
 from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
 from dicp.vendor.cuda_graph.templates.attention import Attention, Plan, kernels
 
@@ -24,6 +27,7 @@ aten = torch.ops.aten
 MAX_DEPTH = 256
 PACKED_ROWS = 16
 """Queries up to which those of a group of heads are one tile."""
+MAX_PARTS = 32
 
 
 def arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -55,11 +59,33 @@ def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
         return [library]
     made = [_template(node, config, plan) for plan in plans(*vals)]
     copies = given is not None and (causal or given.dtype != vals[0].dtype or known[0] != known[1])
-    return [made[0], library, *made[1:]] if copies or known[2] != known[3] else [library, *made]
+    split = given is not None and plans(*vals)[0].parts > 1
+    first = copies or split or known[2] != known[3]
+    return [made[0], library, *made[1:]] if first else [library, *made]
 
 
 def plans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Plan]:
     """Ways to cut attention, best first."""
+    whole = _whole_plans(q, k, v)
+    parts = _parts(q, k, whole[0])
+    return [replace(whole[0], parts=parts), *whole] if parts > 1 else whole
+
+
+def _parts(q: torch.Tensor, k: torch.Tensor, plan: Plan) -> int:
+    """Parts of the keys until there are two programs for each multiprocessor, each of at least two steps."""
+    heads = k.shape[1] if _packs(q, k) else q.shape[1]
+    programs = size_hint(q.shape[0]) * heads * -(-_tile_rows(q, k) // plan.queries)
+    parts = 1
+    while (
+        parts < MAX_PARTS
+        and programs * parts < 2 * multiprocessors()
+        and size_hint(k.shape[2]) >= 4 * parts * plan.keys
+    ):
+        parts *= 2
+    return parts
+
+
+def _whole_plans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Plan]:
     rows, depth = _tile_rows(q, k), max(q.shape[3], v.shape[3])
     most = 128 if q.dtype != torch.float32 and depth <= 128 else 64 if depth <= 128 else 32
     queries = next((n for n in (16, 32, 64) if n >= rows and n <= most), most)

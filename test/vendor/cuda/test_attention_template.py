@@ -16,12 +16,14 @@ from dicp import compiler
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import dicp_cuda
 from dicp.ops.library import attention as reference
-from dicp.vendor.cuda_graph.attention import _spread
+from dicp.vendor.cuda_graph.attention import _spread, plans
 from dicp.vendor.cuda_graph.templates import Operand
 from dicp.vendor.cuda_graph.templates.attention import Attention, Plan, kernels
 
 B, H, S, T, D = 2, 4, 21, 37, 24
 PLAN = Plan(16, 16)
+SPLIT = Plan(16, 16, parts=4)
+"""37 keys are three steps: of four parts one is empty."""
 MASKS: dict[str, Callable[[], torch.Tensor | None]] = {
     "none": lambda: None,
     "added": lambda: torch.randn(B, H, S, T),
@@ -66,8 +68,10 @@ def attention(
     return Attention(*sizes, **given, log_rows=log_rows, packed=packed), tensors
 
 
-def check(made: Attention, tensors: dict[str, torch.Tensor], config: Config, **how: Any) -> None:
-    run(kernels(made, PLAN, ()), tensors, config, **how)
+def check(
+    made: Attention, tensors: dict[str, torch.Tensor], config: Config, plan: Plan = PLAN, **how: Any
+) -> None:
+    run(kernels(made, plan, ()), tensors, config, **how)
     q, k, v = (tensors[n].double() for n in "qkv")
     mask = tensors.get("mask")
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
@@ -76,33 +80,38 @@ def check(made: Attention, tensors: dict[str, torch.Tensor], config: Config, **h
     torch.testing.assert_close(tensors["out"].double(), want, rtol=loose, atol=loose)
 
 
+@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask: str, causal: bool, config: Config) -> None:
-    check(*attention(MASKS[mask](), causal=causal), config)
+def test_masks(mask: str, causal: bool, plan: Plan, config: Config) -> None:
+    check(*attention(MASKS[mask](), causal=causal), config, plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_depths_and_dtypes(dtype: torch.dtype, config: Config) -> None:
-    check(*attention(dtype=dtype, value_depth=40, causal=True), config)
+@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
+def test_depths_and_dtypes(dtype: torch.dtype, plan: Plan, config: Config) -> None:
+    check(*attention(dtype=dtype, value_depth=40, causal=True), config, plan)
 
 
+@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
 @pytest.mark.parametrize("rows, packed", [(21, False), (3, True), (1, True), (9, True)])
-def test_grouped_heads(rows: int, packed: bool, config: Config) -> None:
+def test_grouped_heads(rows: int, packed: bool, plan: Plan, config: Config) -> None:
     mask = torch.randn(B, H, rows, T)
-    check(*attention(mask, kv_heads=2, rows=rows, packed=packed, causal=rows == 9), config)
+    check(*attention(mask, kv_heads=2, rows=rows, packed=packed, causal=rows == 9), config, plan)
 
 
-def test_64_bit_positions(config: Config) -> None:
-    check(*attention(MASKS["bools"](), kv_heads=1), config, wide=True)
+@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
+def test_64_bit_positions(plan: Plan, config: Config) -> None:
+    check(*attention(MASKS["bools"](), kv_heads=1), config, plan, wide=True)
 
 
-def test_log_of_the_sums(config: Config) -> None:
+@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
+def test_log_of_the_sums(plan: Plan, config: Config) -> None:
     """Closed rows and those beyond the end are infinite: what they scored then weighs nothing."""
     mask = torch.ones(S, T, dtype=torch.bool)
     mask[4] = False
     made, tensors = attention(mask, log_rows=32)
-    check(made, tensors, config)
+    check(made, tensors, config, plan)
     scores = (tensors["q"] @ tensors["k"].transpose(2, 3) * made.scale).masked_fill(~mask, float("-inf"))
     want = torch.full((B, H, 32), float("inf"))
     want[..., :S] = scores.logsumexp(-1)
@@ -117,7 +126,7 @@ def test_it_compiles_for_every_gpu(config: Config) -> None:
         ],
         attention(MASKS["columns"](), kv_heads=2, rows=1, packed=True)[0],
     ]
-    sources = [launched.template for a in made for launched in kernels(a, PLAN, ())]
+    sources = [made.template for a in made for plan in (PLAN, SPLIT) for made in kernels(a, plan, ())]
     assert compile_everywhere(sources, config) == 3 * len(sources)
 
 
@@ -125,12 +134,22 @@ def test_it_compiles_for_every_gpu(config: Config) -> None:
 @pytest.mark.parametrize("depth", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_plan_compiles_for_every_gpu(dtype: torch.dtype, depth: int, config: Config) -> None:
-    from dicp.vendor.cuda_graph.attention import plans
-
     made, _ = attention(MASKS["added"](), causal=True, dtype=dtype, depth=depth, value_depth=depth)
     fakes = [torch.empty(1, 8, 1024, depth, dtype=dtype, device="meta") for _ in range(3)]
     sources = [launched.template for plan in plans(*fakes) for launched in kernels(made, plan, ())]
     assert compile_everywhere(sources, config) == 3 * len(sources)
+
+
+def test_keys_are_split_until_the_gpu_is_full() -> None:
+    def parts(batch: int, heads: int, kv_heads: int, rows: int, keys: int) -> int:
+        shapes = ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+        fakes = [torch.empty(batch, h, n, 128, dtype=torch.bfloat16, device="meta") for h, n in shapes]
+        return plans(*fakes)[0].parts
+
+    assert parts(1, 32, 8, 1, 4096) == 32
+    assert parts(1, 32, 8, 1, 1024) == 8, "each part has two steps of 64 keys"
+    assert parts(64, 32, 8, 1, 4096) == 1, "512 programs without"
+    assert parts(1, 32, 32, 4096, 4096) == 1
 
 
 # -- through torch.compile -----------------------------------------------------------------------------------
@@ -143,15 +162,17 @@ def test_who_serves_attention(cuda_cache: str) -> None:
     def written_out(q: torch.Tensor, k: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         return (q @ k.transpose(-1, -2) / D**0.5).softmax(-1) @ k[..., :16]
 
-    for fn, template in (
-        (written_out, True),
-        (lambda q, k, m: F.scaled_dot_product_attention(q, k, k), False),
+    few, many = (k, mask), (torch.randn(B, H, 600, D), torch.rand(5, 600))
+    for fn, given, template in (
+        (written_out, few, True),
+        (lambda q, k, m: F.scaled_dot_product_attention(q, k, k), few, False),
+        (lambda q, k, m: F.scaled_dot_product_attention(q, k, k, m), many, True),
     ):
         seen: list[Any] = []
         with compiler.observe(seen.append):
             options = {"interpret": True, "cache_dir": cuda_cache}
-            got = torch.compile(fn, backend=dicp_cuda, options=options)(q, k, mask)
-        torch.testing.assert_close(got, fn(q, k, mask), rtol=1e-5, atol=1e-5)
+            got = torch.compile(fn, backend=dicp_cuda, options=options)(q, *given)
+        torch.testing.assert_close(got, fn(q, *given), rtol=1e-5, atol=1e-5)
         (name,) = {c.claim.name for c in seen[0].program.library_calls}
         assert (name != "attention") == template, name
 

@@ -5,6 +5,10 @@
 h' = h // group. A mask has whatever strides it has (0 where it is spread), and is added or, of bools, opens.
 causal: j <= i. A row that is closed everywhere gives zeros. Few queries of one group of heads are rows of one
 tile, so that keys and values are read once for all of them.
+
+Where there are fewer tiles than multiprocessors (a token at a time over a long cache), keys are split in
+parts, a program each: what a part gives, unscaled, goes to scratch memory with its largest score and its sum,
+and a second kernel weighs the parts, in a fixed order ("flash decoding", Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -15,25 +19,31 @@ from dataclasses import dataclass, replace
 import torch
 
 from dicp.ir import expr as ex
+from dicp.ir import index as ix
 from dicp.ir.index import Index
+from dicp.schedule.defs import View
 from dicp.vendor.cuda_graph.expression import TYPES, host_text
 from dicp.vendor.cuda_graph.module import INDENT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
 
 LOG2E = 1.4426950408889634
+MERGED = 2048
+"""Results of a program that weighs parts."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Queries and keys of a tile (powers of two), warps, stages of the pipeline."""
+    """Queries and keys of a tile (powers of two), warps, stages of the pipeline, parts of the keys."""
 
     queries: int
     keys: int
     warps: int = 4
     stages: int = 2
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.queries} queries, {self.keys} keys"
+        parts = f", {self.parts} parts" if self.parts > 1 else ""
+        return f"{self.queries} queries, {self.keys} keys{parts}"
 
     def interpreted(self) -> Plan:
         """The same in small, so that small sizes have tails and several steps."""
@@ -79,30 +89,45 @@ class Attention:
 
 
 def kernels(a: Attention, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
-    """The launch that computes attention."""
+    """The launches that compute attention."""
     plan = plan.interpreted() if interpreted else plan
-    constants = {
-        "BM": plan.queries,
-        "BN": plan.keys,
-        "BD": _power_of_two(a.depth),
-        "BV": _power_of_two(a.value_depth),
-    }
-    body = [*_place(a), *_queries(a), *_steps(a), *_results(a)]
-    written = (a.out, a.log_sum)
-    params = [(o.name, o.dtype, o in written, o.view.span) for o in a.operands]
+    split = plan.parts > 1
+    operands = [o for o in a.operands if not split or o not in (a.out, a.log_sum)]
+    body = [*_place(a, plan), *_queries(a), *_steps(a, plan), *(_part(a, plan) if split else _results(a))]
+    constants = {"BM": plan.queries, "BN": plan.keys, "BD": _power_of_two(a.depth)}
+    heads = a.heads // a.group if a.packed else a.heads
+    grid = f"({host_text(a.batch)}) * {heads} * {_tiles(a)}".replace("BM", str(plan.queries))
+    grid += f" * {plan.parts}" if split else ""
+    scratch = _scratch(a, plan)
+    params = [(o.name, o.dtype, o in (a.out, a.log_sum), o.view.span) for o in operands]
+    views: list[View | None] = [o.view for o in operands]
+    if split:
+        params.append(("scratch", torch.float32, True, scratch))
+        views.append(None)
+    template = make(
+        "attention",
+        [*_about(a), str(plan)],
+        params,
+        a.extents,
+        constants | {"BV": _power_of_two(a.value_depth)},
+        body,
+        grid,
+        origins,
+        plan.warps,
+        plan.stages,
+    )
+    first = Launched(template, tuple(views), scratch)
+    return [first, _merge(a, plan, origins)] if split else [first]
+
+
+def _about(a: Attention) -> list[str]:
+    """What is computed, for the reader of the module."""
     kind = "bool mask, " if a.mask is not None and a.mask.dtype == torch.bool else "mask, " if a.mask else ""
-    about = [
+    return [
         f"attention: {kind}{'causal, ' if a.causal else ''}scale {a.scale}",
         f"z < {host_text(a.batch)}, h < {a.heads}, i < {host_text(a.rows)}, j < {host_text(a.columns)}, "
         f"depth {a.depth}, of values {a.value_depth}, groups of {a.group} heads",
-        str(plan),
     ]
-    heads = a.heads // a.group if a.packed else a.heads
-    grid = f"({host_text(a.batch)}) * {heads} * {_tiles(a)}".replace("BM", str(plan.queries))
-    template = make(
-        "attention", about, params, a.extents, constants, body, grid, origins, plan.warps, plan.stages
-    )
-    return [Launched(template, tuple(o.view for o in a.operands))]
 
 
 def _power_of_two(n: int) -> int:
@@ -114,12 +139,14 @@ def _tiles(a: Attention) -> str:
     return f"(({rows} + BM - 1) // BM)"
 
 
-def _place(a: Attention) -> list[str]:
-    """Names z, head, kv_head and query, of a program or of each row of its tile."""
+def _place(a: Attention, plan: Plan) -> list[str]:
+    """Names part, z, head, kv_head and query, of a program or of each row of its tile."""
     heads = a.heads // a.group if a.packed else a.heads
+    parts = [f"part = program % {plan.parts}", f"program = program // {plan.parts}"]
     lines = [
         f"tiles = {_tiles(a)}",
         "program = tl.program_id(0)",
+        *(parts if plan.parts > 1 else []),
         "tile = program % tiles",
         "row = tile * BM + tl.arange(0, BM)[:, None]",
         f"z = (program // (tiles * {heads})).to(INDEX)",
@@ -161,9 +188,26 @@ def _queries(a: Attention) -> list[str]:
     ]
 
 
-def _steps(a: Attention) -> list[str]:
+def _range(a: Attention, plan: Plan) -> tuple[list[str], str]:
+    """(lines, the loop over keys): all that are open to the tile, of the program's part."""
+    columns, begin, end = host_text(a.columns), "0", host_text(a.columns)
+    lines = []
+    if plan.parts > 1:
+        begin, end = "begin", "end"
+        lines = [
+            f"chunk = ({columns} + {plan.parts} * BN - 1) // ({plan.parts} * BN) * BN",
+            "begin = part * chunk",
+            f"end = tl.minimum(begin + chunk, {columns})",
+        ]
+    if a.causal and not a.packed:
+        lines.append(f"end = tl.minimum((tile + 1) * BM, {end})  # keys beyond are closed")
+        end = "end"
+    return lines, f"for start in range({begin}, {end}, BN):"
+
+
+def _steps(a: Attention, plan: Plan) -> list[str]:
     columns = host_text(a.columns)
-    causal_end = a.causal and not a.packed
+    before, loop = _range(a, plan)
     k = a.k.at("z", "kv_head", "key", "deep", full=True)
     v = a.v.at("z", "kv_head", "position", "wide", full=True)
     low = a.v.dtype in ex.LOW_PRECISION
@@ -188,8 +232,8 @@ def _steps(a: Attention) -> list[str]:
     return [
         "deep = tl.arange(0, BD)[:, None].to(INDEX)",
         "wide = tl.arange(0, BV)[None, :].to(INDEX)",
-        *([f"end = tl.minimum((tile + 1) * BM, {columns})  # keys beyond are closed"] if causal_end else []),
-        f"for start in range(0, {'end' if causal_end else columns}, BN):",
+        *before,
+        loop,
         *(INDENT + line for line in inside),
     ]
 
@@ -207,7 +251,8 @@ def _mask(a: Attention) -> list[str]:
     return [f"scores = scores + {read}"]
 
 
-def _results(a: Attention) -> list[str]:
+def _results(a: Attention, live_row: str = "") -> list[str]:
+    """From what was summed to the results; live_row: what besides the sums' rows limits a program's."""
     low = a.out.dtype in ex.LOW_PRECISION
     kept = f"d.narrow(y, {TYPES[a.out.dtype]})" if low else "y"
     live = " & ".join(["live_q", *_deep(a.value_depth, "wide")])
@@ -219,11 +264,88 @@ def _results(a: Attention) -> list[str]:
         return lines
     beyond = "live_q & (total != 0)"
     where = a.log_sum.at("z", "head", "query", full=True)
+    rows = live_row or f"query < {host_text(a.log_rows)}"
     return [
         *lines,
         f'log_sums = tl.where({beyond}, best + d.log(tl.where(total == 0, 1.0, total)), float("inf"))',
-        f"tl.store({where}, log_sums, mask=query < {host_text(a.log_rows)})",
+        f"tl.store({where}, log_sums, mask={rows})",
     ]
+
+
+# -- parts of the keys ---------------------------------------------------------------------------------------
+
+
+def _record(a: Attention) -> int:
+    """Floats that a part leaves of a row: its values, its largest score, its sum; rows begin at 16 bytes."""
+    return -(-(a.value_depth + 2) // 4) * 4
+
+
+def _scratch(a: Attention, plan: Plan) -> Index:
+    rows = ix.product((a.batch, a.heads, a.rows))
+    return rows * (plan.parts * _record(a)) if plan.parts > 1 else 0
+
+
+def _kept(a: Attention) -> str:
+    """Names where a part's records of the rows lie."""
+    rows = number(ix.product((a.batch, a.heads, a.rows)))
+    row = f"(z * {a.heads} + head) * {number(a.rows)} + query"
+    return f"record = scratch + (part * {rows} + {row}).to(INDEX) * {_record(a)}"
+
+
+def _part(a: Attention, plan: Plan) -> list[str]:
+    """What a part has found out goes to scratch memory."""
+    live = " & ".join(["live_q", *_deep(a.value_depth, "wide")])
+    return [
+        _kept(a),
+        f"tl.store(record + wide, acc, mask={live})",
+        f"tl.store(record + {a.value_depth}, best, mask=live_q)",
+        f"tl.store(record + {a.value_depth + 1}, total, mask=live_q)",
+    ]
+
+
+def _merge(a: Attention, plan: Plan, origins: Sequence[str]) -> Launched:
+    """Weighs the parts and writes the results."""
+    tall = a.rows if a.log_sum is None else a.log_rows
+    rows = ix.product((a.batch, a.heads, tall))
+    width = _power_of_two(a.value_depth)
+    height = max(1, MERGED // width)
+    loop = [f"for part in range({plan.parts}):", INDENT + _kept(a)]
+    largest = f'tl.load(record + {a.value_depth}, mask=live_q, other=float("-inf"))'
+    values = _masked("record + wide", ["live_q", *_deep(a.value_depth, "wide")])
+    body = [
+        "row = (tl.program_id(0).to(INDEX) * BM + tl.arange(0, BM))[:, None]",
+        f"z = row // {number(ix.product((a.heads, tall)))}",
+        f"head = row // {number(tall)} % {a.heads}",
+        f"query = row % {number(tall)}",
+        f"live_q = (row < {number(rows)}) & (query < {host_text(a.rows)})",
+        "wide = tl.arange(0, BV)[None, :].to(INDEX)",
+        'best = tl.full([BM, 1], float("-inf"), tl.float32)',
+        "total = tl.full([BM, 1], 0.0, tl.float32)",
+        "acc = tl.full([BM, BV], 0.0, tl.float32)",
+        *loop,
+        f"{INDENT}best = d.maximum(best, {largest})",
+        'base = tl.where(best == float("-inf"), 0.0, best)',
+        *loop,
+        f"{INDENT}fade = tl.exp2(({largest} - base) * {LOG2E!r})",
+        f"{INDENT}total += fade * {_masked(f'record + {a.value_depth + 1}', ['live_q'])}",
+        f"{INDENT}acc += fade * {values}",
+        *_results(a, f"row < {number(rows)}"),
+    ]
+    operands = [o for o in (a.out, a.log_sum) if o is not None]
+    params = [("scratch", torch.float32, False, _scratch(a, plan))]
+    params += [(o.name, o.dtype, True, o.view.span) for o in operands]
+    template = make(
+        "attention_merge",
+        [*_about(a), f"the {plan.parts} parts of the keys, weighed"],
+        params,
+        a.extents,
+        {"BM": height, "BV": width},
+        body,
+        f"({host_text(rows)} + {height - 1}) // {height}",
+        origins,
+        4,
+    )
+    return Launched(template, (None, *(o.view for o in operands)), _scratch(a, plan))
 
 
 __all__ = ["Attention", "Plan", "kernels"]
