@@ -333,6 +333,9 @@ class Runner:
 
     def _view(self, v: View) -> str:
         """A Python tensor for a window on memory."""
+        return self._window(v) + ".conj()" * v.conj + "._neg_view()" * v.neg
+
+    def _window(self, v: View) -> str:
         root = self.plan.find(v.buffer.name)
         shape, strides = self._tuple(v.shape), self._tuple(v.strides)
         if root in self.plan.offset:

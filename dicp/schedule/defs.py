@@ -66,12 +66,15 @@ def _span(shape: Shape, strides: Shape) -> Index:
 
 @dataclass(eq=False)
 class View:
-    """A strided window on a buffer: what library and extern calls take as a tensor."""
+    """A strided window on a buffer: what library and extern calls take as a tensor. Of a result: conj, neg
+    say that its elements are conjugates, negatives, of those in memory (torch's bits of a tensor)."""
 
     buffer: Buffer
     shape: Shape
     strides: Shape
     offset: Index = 0
+    conj: bool = False
+    neg: bool = False
 
     @property
     def span(self) -> Index:

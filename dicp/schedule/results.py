@@ -13,7 +13,7 @@ from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
-from dicp.schedule.defs import Buffer, Host, Pointwise, Raw, Scatter, View
+from dicp.schedule.defs import Buffer, Call, Host, Pointwise, Raw, Scatter, View, views
 from dicp.schedule.strides import (
     affine_window,
     dense_strides,
@@ -51,6 +51,23 @@ def finish(low: Lowering, node: fx.Node) -> None:
                 Pointwise((buffer,), f"copy_ into {ph.name}", loop_vars(idx), value(idx), idx)
             )
     low.out.outputs = returned
+    _drop_views(low, node)
+
+
+def _drop_views(low: Lowering, output: fx.Node) -> None:
+    """Without the calls that make views which are returned where they lie, and which nothing else reads."""
+    returned = {v.buffer.name for v in views(low.out.outputs)}
+    unread: set[fx.Node] = {output}
+    for d in reversed(low.out.defs):
+        if not isinstance(d, Call) or not unread.issuperset(d.node.users):
+            continue
+        if _is_view(d.node) and all(b is None or b.name not in returned for b in d.outputs):
+            unread.add(d.node)
+    low.out.defs[:] = [d for d in low.out.defs if not (isinstance(d, Call) and d.node in unread)]
+
+
+def _is_view(node: fx.Node) -> bool:
+    return view_root(node) is not node and not node.target._schema.is_mutable  # type: ignore[union-attr]
 
 
 def _in_shared_memory(low: Lowering, r: Any) -> bool:
@@ -132,6 +149,8 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         return value
     if isinstance(value, Buffer):
         return _piece_of(low, r, mutated) or View(value, value.shape, value.strides)
+    if any(_bits(r)) and view_root(r).op == "placeholder" and (piece := _piece_of(low, r, mutated)):
+        return piece
     shape, strides = low._sizes(val.shape), low.dense.get(r) or low._sizes(val.stride())
     idx = low._vars(shape)
     expr = value(idx)
@@ -167,15 +186,15 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
 
 
 def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
-    """What a library made as a view of a buffer, as that buffer's own: the library is told of no storage, and
-    AOTAutograd takes the place from the tensor that is returned."""
-    base, ahead = low.values.get(view_root(r)), _ahead(r)
-    if not isinstance(base, Buffer) or ahead is None or base.name in mutated:
+    """A view as traced of what lies in a buffer, as that buffer's own, where no kernel makes it: a library is
+    told of no storage, and AOTAutograd takes the place from the tensor that is returned, and whether it is
+    conjugated or negated."""
+    base, ahead = _place(low, view_root(r)), _ahead(r)
+    if base is None or ahead is None or base[0].name in mutated or base[0].dtype != r.meta["val"].dtype:
         return None
-    seen, val = view_root(r).meta["val"], r.meta["val"]
-    if base.dtype != val.dtype or not strides_agree(base.strides, low._sizes(seen.stride()), base.shape):
-        return None
-    return View(base, low._sizes(val.shape), low._sizes(val.stride()), *low._sizes((ahead,)))
+    val = r.meta["val"]
+    offset = base[1] + low._sizes((ahead,))[0]
+    return View(base[0], low._sizes(val.shape), low._sizes(val.stride()), offset, *_bits(r))
 
 
 def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, Index] | None:
@@ -184,19 +203,26 @@ def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, In
     Of a view of symbolic sizes whose place is too involved to be seen as affine: AOTAutograd takes the place
     in an input, or in another result, from the tensor that is returned.
     """
-    root, ahead = view_root(r), _ahead(r)
+    base, ahead = _place(low, view_root(r)), _ahead(r)
+    if base is None or ahead is None or base[0] is not buffer or any(_bits(r)):
+        return None
+    return low._sizes(r.meta["val"].stride()), base[1] + low._sizes((ahead,))[0]
+
+
+def _place(low: Lowering, root: fx.Node) -> tuple[Buffer, Index] | None:
+    """(buffer, offset) of what lies in memory with the strides that it was traced with."""
     value = low.values.get(root)
-    if ahead is None or not isinstance(value, Value):
+    window: tuple[Shape, Index] | None
+    if isinstance(value, Buffer):
+        buffer, window = value, (value.strides, 0)
+    elif isinstance(value, Value) and (expr := value(idx := low._vars(value.shape))).op == "at":
+        buffer = low.out.buffers[expr.args[0]]
+        window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
+    else:
         return None
-    idx = low._vars(value.shape)
-    expr = value(idx)
-    if expr.op != "at" or low.out.buffers[expr.args[0]] is not buffer:
+    if window is None or not strides_agree(window[0], low._sizes(root.meta["val"].stride()), value.shape):
         return None
-    window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
-    strides = low._sizes(root.meta["val"].stride())
-    if window is None or not strides_agree(window[0], strides, value.shape):
-        return None
-    return low._sizes(r.meta["val"].stride()), window[1] + low._sizes((ahead,))[0]
+    return buffer, window[1]
 
 
 def _ahead(r: fx.Node) -> Any:
@@ -206,6 +232,14 @@ def _ahead(r: fx.Node) -> Any:
     if r is root or not isinstance(seen, torch.Tensor) or not shares_memory(val, seen):
         return None
     return val.storage_offset() - seen.storage_offset()
+
+
+def _bits(r: fx.Node) -> tuple[bool, bool]:
+    """Whether the elements of a view are conjugates, negatives, of those in memory."""
+    val, seen = r.meta["val"], view_root(r).meta.get("val")
+    if not isinstance(seen, torch.Tensor):
+        return False, False
+    return val.is_conj() != seen.is_conj(), val.is_neg() != seen.is_neg()
 
 
 def broadcast_to(value: Value, shape: Shape) -> Value:

@@ -231,6 +231,13 @@ RESULTS = {
         lambda x: ((y := x * 2), y.flatten()[2:5], x.mul_(3).flatten()[1:3]),
         c(3, 5, 7),
     ),
+    "conjugated_result": (lambda x: (x * 2).conj(), c(4, 5)),
+    "conjugate_and_result": (lambda x: ((y := x * 2), y.conj(), y.mH, y.conj()[1:]), c(4, 5)),
+    "piece_of_conjugate": (lambda x: (x * 2).conj().flatten()[1:3], c(3, 5, 7)),
+    "piece_of_conjugated_input": (lambda x: (x.conj().flatten()[1:3], x.mT.conj()), c(3, 5, 7)),
+    "conjugated_then_written": (lambda x: (x.conj().mul_(2j), x.mH), c(4, 5)),
+    "transform_that_conjugates": (lambda x: torch.fft.ihfft(x), r(4, 6)),
+    "piece_of_negated_input": (lambda x: torch._neg_view(x).flatten()[1:3], r(3, 5, 7)),
     "result_and_flat_piece": (
         lambda x: ((y := x * 2), y.flatten()[1:3], y.view(-1)[3:7].view(2, 2)),
         r(3, 5, 7),
@@ -277,12 +284,22 @@ def test_results_alias_as_eagers_do(name: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["piece_of_flat_input", "piece_of_flat_complex", "result_and_flat_piece", "view_of_temporary"]
+    "name",
+    """piece_of_flat_input piece_of_flat_complex result_and_flat_piece view_of_temporary conjugated_result
+    piece_of_conjugate piece_of_conjugated_input piece_of_negated_input""".split(),
 )
 def test_results_with_gradients_alias_as_eagers_do(name: str) -> None:
     """AOTAutograd makes those views again, of the result that they are views of."""
     fn, x = RESULTS[name]
     check(fn, x.clone().requires_grad_(), dynamic=True)
+
+
+def test_a_conjugate_is_a_bit() -> None:
+    """No copy is made of what is returned conjugated."""
+    with compiles() as found:
+        got = torch.compile(lambda x: (x * 2).conj(), backend="dicp_cpu")(c(4, 5))
+    assert got.is_conj()
+    assert found[0].program.library_calls == []
 
 
 def test_results_of_one_call_survive_the_next() -> None:
