@@ -22,6 +22,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.runtime.arena import ARENA
+from dicp.runtime.bits import plain
 from dicp.runtime.host import host_number, host_size
 from dicp.runtime.program import Program, Segment
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
@@ -51,6 +52,7 @@ class Runner:
         self.symbols = program.sizes
         self.bound: set[str] = set()
         self.names: dict[str, str] = {}  # buffer root -> Python tensor name
+        self.given: dict[str, str] = {}  # the same of inputs that the caller is to find changed or returned
         self.globals: dict[str, Any] = {
             "empty_strided": empty_strided_cpu,
             "ARENA": ARENA,
@@ -59,6 +61,7 @@ class Runner:
             "expect": expect,
             "bounds": slice_bounds,
             "per_size": per_size,
+            "plain": plain,
             "within": within,
             "torch": torch,
         }
@@ -92,6 +95,7 @@ class Runner:
                 self._extern(step)
             self._release([n for n, last in last_step.items() if last == k])
         self._give_arena()
+        self._write_back()
         self.lines.append(f"return ({''.join(self._output(o) + ', ' for o in self.lowered.outputs)})")
         body = ["def call(args):", *("    " + line for line in self.lines)]
         return "\n".join([*(["@per_size", *self.layout, "", ""] if self.layout else []), *body, ""])
@@ -111,6 +115,7 @@ class Runner:
     def _release(self, roots: Sequence[str]) -> None:
         returned = {self.names.get(self.plan.find(v.buffer.name)) for v in views(self.lowered.outputs)}
         returned |= {f"arg{o[1]}" for o in self.lowered.outputs if isinstance(o, tuple)}
+        returned |= {self.names[n] for n in self.given}
         dead = [self.names[n] for n in roots if n in self.names and self.names[n] not in returned]
         if dead:
             self.lines.append(f"del {', '.join(dead)}")
@@ -171,6 +176,7 @@ class Runner:
                 self.names[bound.name] = arg
             elif isinstance(bound, ix.Poly) and bound.is_atom:
                 self._bind(bound, arg, needed)
+        self._read_bits()
         for arg, bound in zip(names, self.lowered.inputs, strict=True):
             if isinstance(bound, Buffer):
                 for d, n in enumerate(bound.shape):
@@ -180,6 +186,24 @@ class Runner:
                     if isinstance(n, ix.Poly) and n.is_atom:
                         self._bind(n, f"{arg}.stride({d})", needed)
         self._host_sizes(needed)
+
+    def _read_bits(self) -> None:
+        """Inputs that may be conjugated or negated, as tensors that are not."""
+        returned = {v.buffer.name for v in views(self.lowered.outputs)}
+        positions = {o[1] for o in self.lowered.outputs if isinstance(o, tuple) and o and o[0] == "input"}
+        for k, bound in enumerate(self.lowered.inputs):
+            if not isinstance(bound, Buffer) or bound.name not in self.lowered.marked:
+                continue
+            arg = self.names[bound.name]
+            if bound.name in returned | self.lowered.mutated or k in positions:
+                self.given[bound.name] = arg
+                self.names[bound.name] = f"plain{k}"
+            self.lines.append(f"{self.names[bound.name]} = plain({arg})")
+
+    def _write_back(self) -> None:
+        for name, arg in self.given.items():
+            if name in self.lowered.mutated:
+                self.lines.append(f"if {self.names[name]} is not {arg}: {arg}.copy_({self.names[name]})")
 
     def _python_symbols(self) -> list[Var]:
         found: dict[str, Var] = {}
@@ -359,6 +383,12 @@ class Runner:
         return f"within({self.names[lender]}, {self._text(offset)}, {shape}, {strides}, {v.buffer.dtype})"
 
     def _output(self, o: Any) -> str:
+        if isinstance(o, View) and o.buffer.name in self.given:
+            read = self.names[o.buffer.name]
+            self.names[o.buffer.name] = self.given[o.buffer.name]
+            text = self._view(o)
+            self.names[o.buffer.name] = read
+            return text
         if isinstance(o, View):
             return self._view(o)
         if isinstance(o, tuple) and o and o[0] == "input":

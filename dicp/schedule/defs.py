@@ -185,6 +185,8 @@ class Lowered:
         self.buffers: dict[str, Buffer] = {}
         self.inputs: list[Buffer | Index | None] = []
         self.outputs: list[Any] = []  # View | Index | None | input position wrapped in ("input", k)
+        self.marked: set[str] = set()  # inputs whose tensors may be conjugated or negated (runtime/bits.py)
+        self.mutated: set[str] = set()  # inputs that are written to
         self.constants: dict[str, torch.Tensor] = {}
         self.checks: list[str] = []  # messages of the run-time checks, by number (errors.check_error)
         self.symbols: Symbols = Symbols(None)

@@ -50,6 +50,7 @@ from dicp.schedule.traced import (
     is_token,
     is_view,
     lowerable,
+    may_be_marked,
     no_elements,
     note_of,
     piece,
@@ -127,6 +128,8 @@ class Lowering:
             buffer = Buffer(node.name, self._sizes(val.shape), val.dtype, self._sizes(val.stride()), kind)
             self.out.buffers[buffer.name] = buffer
             self.out.inputs.append(buffer)
+            if may_be_marked(node):
+                self.out.marked.add(buffer.name)
             self.values[node] = buffer.value() if ex.compute_dtype(val.dtype) in ex.COMPUTE_DTYPES else buffer
         elif isinstance(val, torch.SymInt):
             self.symbols.give(val)

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 def finish(low: Lowering, node: fx.Node) -> None:
     results = node.args[0]
     assert isinstance(results, (tuple, list))
-    mutated = {ph.name for ph, _ in low.mutations}
+    mutated = low.out.mutated = {ph.name for ph, _ in low.mutations}
     free = set(low.gm.meta.get(FREE_OUTPUTS, ()))
     # tensors that several results view come first: a copy of one must not take over its memory
     order = sorted(range(len(results)), key=lambda k: not _in_shared_memory(low, results[k]))

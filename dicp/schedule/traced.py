@@ -30,6 +30,15 @@ def returns_views(node: fx.Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
+def may_be_marked(node: fx.Node) -> bool:
+    """Whether a graph input's tensor may be one whose elements are conjugates or negatives of what lies in
+    memory: as traced (Dynamo guards it), or whatever a gradient is that autograd gives to a backward."""
+    val = node.meta["val"]
+    if val.is_conj() or val.is_neg():
+        return True
+    return node.name.startswith("tangents_") and (val.dtype.is_complex or val.dtype.is_floating_point)
+
+
 def no_elements(val: Any) -> bool:
     return isinstance(val, torch.Tensor) and all(isinstance(n, int) for n in val.shape) and 0 in val.shape
 

@@ -162,11 +162,12 @@ class DeviceRunner(Runner):
                 "stream = raw_stream(index)",
                 f"device = {anchor}.device" if anchor else "device = torch.device('cuda', index)",
             ]
-            for k, b in enumerate(self.lowered.inputs):
+            for b in self.lowered.inputs:
                 if (
                     isinstance(b, Buffer) and b.shape == ()
                 ):  # a number on the host goes along with GPU tensors
-                    self.lines.append(f"if not arg{k}.is_cuda: arg{k} = arg{k}.to(device, non_blocking=True)")
+                    name = self.names[b.name]
+                    self.lines.append(f"if not {name}.is_cuda: {name} = {name}.to(device, non_blocking=True)")
         if self.checks:
             self.globals["CHECKS"] = flags = Checks(self.checks, pinned=not self.interpret)
             self.raise_checks = flags.raise_any
@@ -287,7 +288,7 @@ class DeviceRunner(Runner):
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
-    def _view(self, v: View) -> str:
+    def _window(self, v: View) -> str:
         root = self.plan.find(v.buffer.name)
         shape, strides = self._tuple(v.shape), self._tuple(v.strides)
         if root in self.plan.offset:

@@ -24,6 +24,7 @@ import torch
 
 from dicp import compat
 from dicp.ir import index as ix
+from dicp.runtime.bits import has_bit
 from dicp.runtime.program import Program
 from dicp.schedule.defs import Buffer, Raw
 from dicp.schedule.kernels import Launch
@@ -151,6 +152,9 @@ class Graphed:
             for k, b in inputs
             if isinstance(b, Buffer) and not all(isinstance(n, int) for n in (*b.shape, *b.strides))
         ]
+        self.marked = [
+            k for k, b in inputs if isinstance(b, Buffer) and b.name in program.lowered.marked
+        ]
         self.anchor = next((k for k, b in inputs if isinstance(b, Buffer) and b.shape != ()), None)
         self.sizes: dict[Any, Sizes] = {}
         self.pools: dict[tuple[int, int], Any] = {}
@@ -165,6 +169,9 @@ class Graphed:
 
     def _call(self, args: list[Any]) -> Any:
         if self.anchor is None:
+            return self.call(args)
+        if any(has_bit(args[k]) for k in self.marked):
+            log.info("%s runs this call without a CUDA graph: an input is conjugated", self.program.name)
             return self.call(args)
         device = args[self.anchor].device
         place = self.backend.place(device)

@@ -49,12 +49,17 @@ class FakeCuda:
         return compat.storage_users(t)
 
 
-def program(inputs: list[Any], writes: frozenset[str] = frozenset(), externs: tuple[Any, ...] = ()) -> Any:
+def program(
+    inputs: list[Any],
+    writes: frozenset[str] = frozenset(),
+    externs: tuple[Any, ...] = (),
+    marked: frozenset[str] = frozenset(),
+) -> Any:
     item = object.__new__(graphs.Launch)
     item.writes = writes
     return SimpleNamespace(
         name="graph",
-        lowered=SimpleNamespace(inputs=inputs),
+        lowered=SimpleNamespace(inputs=inputs, marked=marked),
         python_calls=externs,
         items=[item],
         plan=SimpleNamespace(find=lambda n: n),
@@ -125,6 +130,15 @@ def test_mutated_input_is_copied_back(cuda: FakeCuda) -> None:
             assert torch.equal(out, 2 * (keep + 1))
         del keep, out
     assert cuda.replays
+
+
+def test_a_conjugated_input_is_not_replayed(cuda: FakeCuda) -> None:
+    """A graph reads memory, which holds something else."""
+    call = graphs.capturing(lambda args: (args[0] * 2,), program([buffer("x")], marked=frozenset({"x"})), cuda)
+    for _ in range(4):
+        x = torch.randn(4, dtype=torch.complex64).conj()
+        torch.testing.assert_close(call([x])[0], x * 2)
+    assert cuda.captures == cuda.replays == 0
 
 
 def test_input_that_is_a_result_is_the_callers_own(cuda: FakeCuda) -> None:
