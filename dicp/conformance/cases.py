@@ -94,13 +94,15 @@ def is_plain(t: torch.Tensor) -> bool:
 
 
 def copy_exactly(t: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, offset and overlaps, in its own storage."""
+    """A copy with the same strides, offset, overlaps and bits, in its own storage."""
     if t.is_leaf is False:
         t = t.detach()
-    if not is_plain(t):
+    if t.layout != torch.strided or t.is_quantized:
         return t.detach().clone().requires_grad_(t.requires_grad)
     out = torch.empty(0, dtype=t.dtype, device=t.device)
     out.set_(t.untyped_storage().clone(), t.storage_offset(), t.shape, t.stride())
+    out = out.conj() if t.is_conj() else out
+    out = torch._neg_view(out) if t.is_neg() else out
     return out.requires_grad_(t.requires_grad)
 
 
@@ -152,12 +154,21 @@ def channels_last(t: torch.Tensor) -> torch.Tensor | None:
     return _like(t, t.detach().contiguous(memory_format=form))
 
 
+def marked(t: torch.Tensor) -> torch.Tensor | None:
+    """The same elements, of which the conjugates or the negatives lie in memory: such is x.conj(), and its
+    imaginary part."""
+    if t.is_complex():
+        return _like(t, t.detach().conj().resolve_conj().conj())
+    return _like(t, torch._neg_view(-t.detach())) if t.is_floating_point() else None
+
+
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
     "noncontiguous": noncontiguous,
     "transposed": transposed,
     "offset": offset,
     "expanded": expanded,
     "channels_last": channels_last,
+    "marked": marked,
 }
 
 
