@@ -181,6 +181,9 @@ def same_stride(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_meta(a: Any, b: Any) -> bool:
-    """Equal shape, dtype, device and stride: the one value can stand for the other."""
-    both = isinstance(a, FakeTensor) and isinstance(b, FakeTensor)
-    return both and _tensor_difference(a, b, ignore_stride=False) is None
+    """Equal shape, dtype, device, stride, and as much conjugated and negated: the one value can stand for
+    the other."""
+    if not isinstance(a, FakeTensor) or not isinstance(b, FakeTensor):
+        return False
+    bits = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    return bits and _tensor_difference(a, b, ignore_stride=False) is None

@@ -302,6 +302,17 @@ def test_a_conjugate_is_a_bit() -> None:
     assert found[0].program.library_calls == []
 
 
+def test_a_copy_of_a_conjugate_is_none() -> None:
+    """What a forward keeps for its backward is what the backward was traced with."""
+    got = torch.compile(lambda x: (x * 2).conj().clone(), backend="dicp_cpu")(x := c(4, 5))
+    assert not got.is_conj()
+    torch.testing.assert_close(got, (x * 2).conj())
+    a, b = (torch.eye(4).add(0.1).cumsum(0).requires_grad_() for _ in range(2))
+    torch.compile(torch.linalg.eigvals, backend="dicp_cpu")(a).abs().sum().backward()
+    torch.linalg.eigvals(b).abs().sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
 MARKED = {
     "product": lambda x: x * 2,
     "matrix_product": lambda x: x @ x.mT,
