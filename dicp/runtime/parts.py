@@ -22,12 +22,14 @@ from dicp.errors import UnsupportedOp
 from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of, writes_input
 from dicp.runtime.artifact import Artifact
+from dicp.runtime.bits import plain
 from dicp.runtime.program import Program
 from dicp.runtime.runner import expect
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size
 from dicp.schedule.strides import dense_strides, order_of
+from dicp.schedule.traced import may_be_marked
 from dicp.vendor.base import Claim, GraphVendor
 
 
@@ -72,7 +74,7 @@ class _Writer:
         self.results: list[Any] = list(next(iter(reversed(gm.graph.nodes))).args[0])
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.names = {n: f"arg{k}" for k, n in enumerate(self.inputs)}
-        self.globals: dict[str, Any] = {"expect": expect, "in_order": _in_order}
+        self.globals: dict[str, Any] = {"expect": expect, "in_order": _in_order, "plain": plain}
         for node in gm.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self._global("constant", getattr(gm, str(node.target)))
@@ -85,7 +87,9 @@ class _Writer:
     def part(self, part: Part, run: Callable[..., Sequence[Any]]) -> None:
         names = [self._name(n) for n in part.outputs]
         self.globals[f"part{part.number}"] = run
-        args = ", ".join(self.names[n] for n in part.inputs)
+        args = ", ".join(
+            f"plain({self.names[n]})" if may_be_marked(n) else self.names[n] for n in part.inputs
+        )
         self.lines.append(f"{', '.join(names)}, = part{part.number}({args})")
         for node, name in zip(part.outputs, names, strict=True):
             if isinstance(node.meta["val"], torch.Tensor):

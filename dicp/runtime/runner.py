@@ -322,9 +322,12 @@ class Runner:
         self.lines.append(f"result = {target}({', '.join(args)}){comment}")
         many = isinstance(call.node.meta.get("val"), (tuple, list))
         copies = _returns_alias(call.node.target)
+        vals = call.node.meta.get("val") if many else [call.node.meta.get("val")]
         for k, b in enumerate(call.results):
             source = f"result[{k}]" if many else "result"
             if isinstance(b, Buffer):
+                if vals[k].is_conj() or vals[k].is_neg():
+                    source = f"plain({source})"
                 self.names[b.name] = b.name
                 # a view of arena memory would change under the reader's feet
                 self.lines.append(f"{b.name} = {source}.clone()" if copies else f"{b.name} = {source}")

@@ -31,9 +31,11 @@ def returns_views(node: fx.Node) -> bool:
 
 
 def may_be_marked(node: fx.Node) -> bool:
-    """Whether a graph input's tensor may be one whose elements are conjugates or negatives of what lies in
-    memory: as traced (Dynamo guards it), or whatever a gradient is that autograd gives to a backward."""
-    val = node.meta["val"]
+    """Whether a node's tensor may be one whose elements are conjugates or negatives of what lies in memory:
+    as traced (Dynamo guards inputs), or whatever a gradient is that autograd gives to a backward."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        return False
     if val.is_conj() or val.is_neg():
         return True
     return node.name.startswith("tangents_") and (val.dtype.is_complex or val.dtype.is_floating_point)

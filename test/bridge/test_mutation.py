@@ -313,6 +313,17 @@ def test_a_copy_of_a_conjugate_is_none() -> None:
     torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_an_extern_may_give_a_conjugate() -> None:
+    @torch.library.custom_op("dicp_test::conjugate", mutates_args=())
+    def conjugate(x: torch.Tensor) -> torch.Tensor:
+        return x.clone().conj()
+
+    conjugate.register_fake(lambda x: torch.empty_like(x).conj())
+    x = c(4, 5)
+    got = torch.compile(lambda x: conjugate(x) @ x.mT, backend="dicp_cpu")(x)
+    torch.testing.assert_close(got, x.conj() @ x.mT)
+
+
 MARKED = {
     "product": lambda x: x * 2,
     "matrix_product": lambda x: x @ x.mT,

@@ -51,6 +51,17 @@ def test_a_perceptron_is_one_part(dynamic: bool) -> None:
     assert [c.claim.name.split(":")[0] for c in found[0].program.library_calls] == ["toy_graph"]
 
 
+def test_a_part_is_given_memory_that_holds_the_elements() -> None:
+    """Neither an input nor a gradient is a negated view for the chip."""
+    x = torch.randn(4, 5, dtype=torch.complex64).conj().imag
+    out, _ = compiled(lambda x: x.exp() * 2, x)
+    torch.testing.assert_close(out, x.exp() * 2)
+    leaf = r(4, 5).requires_grad_()
+    out, _ = compiled(lambda x: x * 3, leaf)
+    out.backward(x)
+    torch.testing.assert_close(leaf.grad, x * 3)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_trains(dynamic: bool) -> None:
     model = mlp()
