@@ -20,6 +20,8 @@ from dicp.schedule.traced import is_strided, note_of, returns_views
 if TYPE_CHECKING:
     from dicp.schedule.lower import Lowering
 
+aten = torch.ops.aten
+
 
 def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
     if claim.as_traced:
@@ -191,7 +193,8 @@ def _call_strides(low: Lowering, node: fx.Node, val: torch.Tensor) -> Shape:
     """As traced; dense where the trace promises that elements of a new tensor share memory, as the fake
     implementations do that repeat their operand's strides."""
     shape = low._sizes(val.shape)
-    if returns_views(node) or no_overlap(val):
+    told = (aten.empty_strided.default, aten.new_empty_strided.default)  # the strides themselves
+    if returns_views(node) or no_overlap(val) or node.target in told:
         return low._sizes(val.stride())
     strides = dense_strides(shape, tuple(range(len(shape))))
     low.dense[node] = strides

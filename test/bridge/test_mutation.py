@@ -313,6 +313,11 @@ def test_a_copy_of_a_conjugate_is_none() -> None:
     torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_strides_that_were_asked_for() -> None:
+    f = torch.compile(lambda: torch.empty_strided((5, 5), (1, 0), dtype=torch.complex64), backend="dicp_cpu")
+    assert f().stride() == (1, 0)
+
+
 def test_an_extern_may_give_a_conjugate() -> None:
     @torch.library.custom_op("dicp_test::conjugate", mutates_args=())
     def conjugate(x: torch.Tensor) -> torch.Tensor:
