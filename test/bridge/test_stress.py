@@ -69,6 +69,10 @@ def work(cases: list[Any], calls: int, seed: int, wrong: list[str], compiling: f
         raise
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11.") and sys.version_info >= (3, 12),
+    reason="Dynamo's tracing crashes there when several threads compile, with backend='eager' too",
+)
 @quick_and((4, 20), (8, 2000))
 def test_threads_call_while_others_compile(many: tuple[int, int]) -> None:
     count, calls = many
