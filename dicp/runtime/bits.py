@@ -1,7 +1,7 @@
-"""Tensors whose elements are conjugates or negatives of what lies in memory.
+"""Tensors whose elements are conjugates or negatives of what lies in memory, or zeros that lie nowhere.
 
-torch marks such a tensor with a bit (`x.conj()`; `x.conj().imag`) and leaves the rest to who reads it. Native
-code reads memory: an input that may have a bit is given to it as a tensor that has none.
+torch marks such a tensor (`x.conj()`; `x.conj().imag`; a gradient known to be zero) and leaves the rest to
+who reads it. Native code reads memory: an input that may be marked is given to it as one that is not.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import torch
 
 
-def has_bit(x: torch.Tensor) -> bool:
-    return x.is_conj() or x.is_neg()
+def is_marked(x: torch.Tensor) -> bool:
+    return x.is_conj() or x.is_neg() or x._is_zerotensor()
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """x itself if it has no bit; else its elements in memory of their own, by the strides of x."""
-    conj, neg = x.is_conj(), x.is_neg()
-    if not (conj or neg):
+    """x itself if it is not marked; else its elements in memory of their own, by the strides of x."""
+    if not is_marked(x):
         return x
+    if x._is_zerotensor():
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+    conj, neg = x.is_conj(), x.is_neg()
     stored = x.detach()
     stored = stored._neg_view() if neg else stored
     stored = stored.conj() if conj else stored
@@ -29,4 +31,4 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return (-flat if neg else flat).as_strided(x.shape, x.stride(), 0)
 
 
-__all__ = ["has_bit", "plain"]
+__all__ = ["is_marked", "plain"]

@@ -383,6 +383,12 @@ def test_gradients_given_as_conjugates() -> None:
     torch.testing.assert_close(z.grad, w.grad)
 
 
+def test_gradients_that_lie_nowhere() -> None:
+    x = r(3).requires_grad_()
+    torch.compile(lambda x: x.sin() * 2, backend="dicp_cpu")(x).backward(torch._efficientzerotensor((3,)))
+    assert torch.equal(x.grad, torch.zeros(3))
+
+
 def test_results_of_one_call_survive_the_next() -> None:
     """Results never lie in memory that another call uses again."""
     f = torch.compile(lambda x: ((x + 1).softmax(1), (x @ x.t()).relu(), x.sum(0)), backend="dicp_cpu")

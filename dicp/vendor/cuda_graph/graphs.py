@@ -24,7 +24,7 @@ import torch
 
 from dicp import compat
 from dicp.ir import index as ix
-from dicp.runtime.bits import has_bit
+from dicp.runtime.bits import is_marked
 from dicp.runtime.program import Program
 from dicp.schedule.defs import Buffer, Raw
 from dicp.schedule.kernels import Launch
@@ -170,7 +170,7 @@ class Graphed:
     def _call(self, args: list[Any]) -> Any:
         if self.anchor is None:
             return self.call(args)
-        if any(has_bit(args[k]) for k in self.marked):
+        if any(is_marked(args[k]) for k in self.marked):
             log.info("%s runs this call without a CUDA graph: an input is conjugated", self.program.name)
             return self.call(args)
         device = args[self.anchor].device
