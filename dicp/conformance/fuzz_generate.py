@@ -66,7 +66,7 @@ def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, 
             if n == 0 or rng.random() < 0.7
             else rng.choice(("int64", "int32", "bool", "float32", "bfloat16", "uint8"))
         )
-        layout = rng.choice(("contiguous",) * 6 + ("transposed", "strided", "expanded"))
+        layout = rng.choice(("contiguous",) * 6 + ("transposed", "strided", "expanded", "negated"))
         grad = gradient and "float" in dtype and rng.random() < 0.8
         inputs.append(Input(f"x{n}", shape, dtype, layout, grad))
     return inputs, {d: rng.choice([s for s in SIZES if s > 1]) if d > 1 else d for d in dims}

@@ -25,9 +25,8 @@ SLACK = 4.0  # how many times the widest wandering is allowed
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument. layout: contiguous | transposed | strided | expanded; grid: values on a grid of
-    eighths.
-    """
+    """A tensor argument. layout: contiguous | transposed | strided | expanded | negated (of floats: a
+    negated view)."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,6 +59,8 @@ class Input:
             x = x.mT.contiguous().mT if x.dim() > 1 else x
         elif self.layout == "expanded":
             x = x.expand(self.shape)
+        elif self.layout == "negated" and dtype.is_floating_point:
+            x = torch._neg_view(-x)
         return x.requires_grad_(self.requires_grad)
 
     def source(self, seed: int) -> str:
@@ -80,6 +81,8 @@ class Input:
             text = f"({text}).mT.contiguous().mT"
         elif self.layout == "expanded":
             text = f"({text}).expand({tuple(self.shape)})"
+        elif self.layout == "negated" and "float" in self.dtype:
+            text = f"torch._neg_view(-({text}))"
         return f"({text}).requires_grad_()" if self.requires_grad else text
 
 
