@@ -192,7 +192,9 @@ def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
     base, ahead = _place(low, view_root(r)), _ahead(r)
     if base is None or ahead is None or base[0].name in mutated or base[0].dtype != r.meta["val"].dtype:
         return None
-    val = r.meta["val"]
+    val, seen = r.meta["val"], view_root(r).meta["val"]
+    if view_root(r).op != "placeholder" and (seen.is_conj() or seen.is_neg()):
+        return None  # what was traced as a marked tensor is computed as one that is not
     offset = base[1] + low._sizes((ahead,))[0]
     return View(base[0], low._sizes(val.shape), low._sizes(val.stride()), offset, *_bits(r))
 

@@ -383,6 +383,19 @@ def test_gradients_given_as_conjugates() -> None:
     torch.testing.assert_close(z.grad, w.grad)
 
 
+def test_gradients_of_conjugated_inputs() -> None:
+    """A forward keeps conjugates of what was traced as conjugates."""
+    up = c(6, 10)
+    grads = []
+    torch.manual_seed(0)
+    a, b = c(3, 2), c(2, 5)
+    for f in (torch.compile(torch.kron, backend="dicp_cpu"), torch.kron):
+        x, y = a.conj().requires_grad_(), b.conj().requires_grad_()
+        f(x, y).backward(up)
+        grads.append((x.grad, y.grad))
+    torch.testing.assert_close(*grads)
+
+
 def test_gradients_that_lie_nowhere() -> None:
     x = r(3).requires_grad_()
     torch.compile(lambda x: x.sin() * 2, backend="dicp_cpu")(x).backward(torch._efficientzerotensor((3,)))
