@@ -59,9 +59,9 @@ def host_step(low: Lowering, node: fx.Node) -> Any:
     return _add_call(low, node, args, {}, None, None, "extern", host=True)
 
 
-def slice_read_from_data(low: Lowering, node: fx.Node) -> Value:
-    """A slice between positions that are known only while the program runs: the host works out where it
-    begins and how long it is."""
+def slice_bounds(low: Lowering, node: fx.Node) -> tuple[fx.Node, int, Any, Any]:
+    """(operand, dim, where it begins, the step) of a slice between positions that are known only while the
+    program runs: the host works out where it begins and how long it is."""
     given: tuple[Any, ...] = node.args
     defaults: tuple[Any, ...] = (None, 0, None, None, 1)
     x, dim, start, end, step = given + defaults[len(given) :]
@@ -72,7 +72,13 @@ def slice_read_from_data(low: Lowering, node: fx.Node) -> Value:
     numbers = (base.shape[dim], start, end, step, base.storage_offset(), base.stride(dim))
     args = tuple(_as_traced(low, n) for n in numbers)
     low.out.defs.append(Call((), note_of(node), node, args, {}, None, results, host=True))
-    value = low.values[x]
+    return x, dim, first, step
+
+
+def slice_read_from_data(low: Lowering, node: fx.Node) -> Value:
+    """A slice between positions that are known only while the program runs."""
+    x, dim, first, step = slice_bounds(low, node)
+    value, val = low.values[x], node.meta["val"]
 
     def element(idx: Indices) -> Expr:
         return value((*idx[:dim], idx[dim] * step + first, *idx[dim + 1 :]))  # type: ignore[no-any-return]

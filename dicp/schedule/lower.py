@@ -30,7 +30,16 @@ from dicp.ops.misuse import is_misuse
 from dicp.ops.table import Declined, table
 from dicp.passes.facts import ROUNDED, writes_input
 from dicp.passes.freeze import PACKED
-from dicp.schedule.calls import effect, extern, host_step, left_over, library, misused, slice_read_from_data
+from dicp.schedule.calls import (
+    effect,
+    extern,
+    host_step,
+    left_over,
+    library,
+    misused,
+    slice_bounds,
+    slice_read_from_data,
+)
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, View
 from dicp.schedule.readers import Readers
 from dicp.schedule.results import finish
@@ -182,8 +191,10 @@ class Lowering:
             return host_step(self, node)
         if higher_order_name(node.target) == "with_effects":
             return effect(self, node)
-        if node.target is aten.slice.Tensor and node.meta.get("unbacked_bindings") and lowerable(node):
-            return slice_read_from_data(self, node)
+        if node.target is aten.slice.Tensor and node.meta.get("unbacked_bindings"):
+            if lowerable(node):
+                return slice_read_from_data(self, node)
+            slice_bounds(self, node)  # the elements are a library's work
         if is_misuse(node):
             return misused(self, node)
         if node in self.claims:

@@ -59,11 +59,11 @@ def _drop_views(low: Lowering, output: fx.Node) -> None:
     returned = {v.buffer.name for v in views(low.out.outputs)}
     unread: set[fx.Node] = {output}
     for d in reversed(low.out.defs):
-        if not isinstance(d, Call) or not unread.issuperset(d.node.users):
-            continue
+        if not isinstance(d, Call) or d.host or not unread.issuperset(d.node.users):
+            continue  # a host's call finds out sizes
         if _is_view(d.node) and all(b is None or b.name not in returned for b in d.outputs):
             unread.add(d.node)
-    low.out.defs[:] = [d for d in low.out.defs if not (isinstance(d, Call) and d.node in unread)]
+    low.out.defs[:] = [d for d in low.out.defs if not isinstance(d, Call) or d.host or d.node not in unread]
 
 
 def _is_view(node: fx.Node) -> bool:

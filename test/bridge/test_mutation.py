@@ -318,6 +318,16 @@ def test_strides_that_were_asked_for() -> None:
     assert f().stride() == (1, 0)
 
 
+def test_a_slice_that_data_decides_is_returned() -> None:
+    def f(x, at):
+        return torch.narrow(x, 1, at, 2)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        for x in (r(5, 5), c(5, 5)):
+            got = torch.compile(f, backend="dicp_cpu", fullgraph=True)(x, torch.tensor(2))
+            torch.testing.assert_close(got, x[:, 2:4])
+
+
 def test_an_extern_may_give_a_conjugate() -> None:
     @torch.library.custom_op("dicp_test::conjugate", mutates_args=())
     def conjugate(x: torch.Tensor) -> torch.Tensor:
