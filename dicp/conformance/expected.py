@@ -5,12 +5,13 @@ A kind in the table all of whose cases pass fails the run.
 
 from __future__ import annotations
 
+_SPLIT = frozenset({"complex64|forward|static", "complex64|gradient|static"})
 _EXPANDED = "of an expanded complex tensor: equal values, in memory of their own instead of with strides of 0"
 
 EXPECTED_FAILURES: dict[str, dict[str, dict[frozenset[str], str]]] = {
     "dicp_cpu": {
-        "unsafe_chunk": {frozenset({"complex64|forward|static"}): _EXPANDED},
-        "unsafe_split": {frozenset({"complex64|forward|static"}): _EXPANDED},
+        "unsafe_chunk": {_SPLIT: _EXPANDED},
+        "unsafe_split": {_SPLIT: _EXPANDED},
         "nn.functional.normalize": {
             frozenset({"float32|gradient|static"}): (
                 "the gradient of x / |x| for one number is 0: at this sample eager's roundings cancel, "

@@ -105,15 +105,20 @@ def test_cancellation_is_conditioning() -> None:
 # ---- cases ----
 
 
-def test_layouts_keep_values_and_change_strides() -> None:
+def test_layouts_keep_values_and_change_memory() -> None:
     x = torch.arange(24.0).reshape(2, 3, 2, 2)
     for name, relay in cases.LAYOUTS.items():
         y = relay(x)
         assert y is not None and y.shape == x.shape
         assert name == "expanded" or torch.equal(x, y)
-        assert y.stride() != x.stride() or y.storage_offset() == 1
+        assert y.stride() != x.stride() or y.storage_offset() == 1 or y.is_neg()
         again = cases.copy_exactly(y)
         assert again.stride() == y.stride() and torch.equal(again, y) and again.data_ptr() != y.data_ptr()
+        assert again.is_neg() == y.is_neg()
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    conjugated = cases.marked(z)
+    assert conjugated is not None and conjugated.is_conj() and torch.equal(conjugated, z)
+    assert cases.copy_exactly(conjugated).is_conj()
 
 
 def test_grown_tensors_keep_equal_sizes_equal() -> None:
