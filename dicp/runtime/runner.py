@@ -201,9 +201,11 @@ class Runner:
             self.lines.append(f"{self.names[bound.name]} = plain({arg})")
 
     def _write_back(self) -> None:
+        """What was written goes to the caller's own inputs, and results are views of those."""
         for name, arg in self.given.items():
             if name in self.lowered.mutated:
                 self.lines.append(f"if {self.names[name]} is not {arg}: {arg}.copy_({self.names[name]})")
+        self.names |= self.given
 
     def _python_symbols(self) -> list[Var]:
         found: dict[str, Var] = {}
@@ -386,12 +388,6 @@ class Runner:
         return f"within({self.names[lender]}, {self._text(offset)}, {shape}, {strides}, {v.buffer.dtype})"
 
     def _output(self, o: Any) -> str:
-        if isinstance(o, View) and o.buffer.name in self.given:
-            read = self.names[o.buffer.name]
-            self.names[o.buffer.name] = self.given[o.buffer.name]
-            text = self._view(o)
-            self.names[o.buffer.name] = read
-            return text
         if isinstance(o, View):
             return self._view(o)
         if isinstance(o, tuple) and o and o[0] == "input":

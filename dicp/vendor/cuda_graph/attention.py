@@ -57,9 +57,10 @@ def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
     given = None if mask is None else mask.meta["val"]
     if given is not None and not (given.dtype == torch.bool or given.dtype.is_floating_point):
         return [library]
-    made = [_template(node, config, plan) for plan in plans(*vals)]
+    cuts = plans(*vals)
+    made = [_template(node, config, plan) for plan in cuts]
     copies = given is not None and (causal or given.dtype != vals[0].dtype or known[0] != known[1])
-    split = given is not None and plans(*vals)[0].parts > 1
+    split = given is not None and cuts[0].parts > 1
     first = copies or split or known[2] != known[3]
     return [made[0], library, *made[1:]] if first else [library, *made]
 
