@@ -25,8 +25,8 @@ SLACK = 4.0  # how many times the widest wandering is allowed
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument. layout: contiguous | transposed | strided | expanded | negated (of floats: a
-    negated view)."""
+    """A tensor argument. layout: contiguous | transposed | strided | expanded | negated (a negated view, of
+    floats and complex numbers) | conjugated (a conjugated view, of complex numbers)."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,21 +46,22 @@ class Input:
         if self.layout == "expanded" and shape:
             shape = (1, *shape[1:])
         values = torch.randint(-16, 17, shape, generator=g)
-        x = (
-            values.to(dtype) / 8
-            if dtype.is_floating_point
-            else values > 0
-            if dtype == torch.bool
-            else values.to(dtype)
-        )
+        if dtype.is_complex:
+            x = values.to(dtype) * (0.125 - 0.25j)
+        elif dtype.is_floating_point:
+            x = values.to(dtype) / 8
+        else:
+            x = values > 0 if dtype == torch.bool else values.to(dtype)
         if self.layout == "strided":
             x = x[tuple(slice(1, None, 2) for _ in shape)]
         elif self.layout == "transposed":
             x = x.mT.contiguous().mT if x.dim() > 1 else x
         elif self.layout == "expanded":
             x = x.expand(self.shape)
-        elif self.layout == "negated" and dtype.is_floating_point:
+        elif self.layout == "negated" and tolerance.is_inexact(dtype):
             x = torch._neg_view(-x)
+        elif self.layout == "conjugated" and dtype.is_complex:
+            x = x.conj().resolve_conj().conj()
         return x.requires_grad_(self.requires_grad)
 
     def source(self, seed: int) -> str:
@@ -74,15 +75,18 @@ class Input:
         if self.dtype == "bool":
             text = f"({text} > 0)"
         else:
-            text += f".to(torch.{self.dtype})" + (" / 8" if "float" in self.dtype else "")
+            scale = " / 8" if "float" in self.dtype else " * (0.125 - 0.25j)"
+            text += f".to(torch.{self.dtype})" + ("" if "int" in self.dtype else scale)
         if self.layout == "strided" and self.shape:
             text = f"({text})[{', '.join('1::2' for _ in self.shape)}]"
         elif self.layout == "transposed" and len(self.shape) > 1:
             text = f"({text}).mT.contiguous().mT"
         elif self.layout == "expanded":
             text = f"({text}).expand({tuple(self.shape)})"
-        elif self.layout == "negated" and "float" in self.dtype:
+        elif self.layout == "negated" and tolerance.is_inexact(getattr(torch, self.dtype)):
             text = f"torch._neg_view(-({text}))"
+        elif self.layout == "conjugated" and "complex" in self.dtype:
+            text = f"({text}).conj().resolve_conj().conj()"
         return f"({text}).requires_grad_()" if self.requires_grad else text
 
 
@@ -135,7 +139,10 @@ class Program:
             lines.append("    " + line)
         lines.append(f"    return ({''.join(o + ', ' for o in self.outputs)})")
         text = "\n".join(lines)
-        return re.sub(r"torch\.(bfloat16|float16|float32)\b", "torch.float64", text) if noisy else text
+        if not noisy:
+            return text
+        text = text.replace("torch.complex64", "torch.complex128").replace(".float()", ".double()")
+        return re.sub(r"torch\.(bfloat16|float16|float32)\b", "torch.float64", text)
 
 
 Result = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]
@@ -184,8 +191,11 @@ def reference(
     g = torch.Generator().manual_seed(push_seed)
     kinds = {i.name: a.dtype for i, a in zip(p.inputs, args, strict=True)} | dtypes
 
+    def signs(x: torch.Tensor) -> torch.Tensor:
+        return torch.randint(0, 2, x.shape, generator=g) * 2 - 1
+
     def moved(x: torch.Tensor, eps: float) -> torch.Tensor:
-        return x * (1 + eps * (torch.randint(0, 2, x.shape, generator=g) * 2 - 1))
+        return x * (1 + eps * (signs(x) + signs(x) * 1j if x.is_complex() else signs(x)))
 
     def pull(x: torch.Tensor, name: str) -> torch.Tensor:
         if not push_seed or not (torch.is_grad_enabled() and x.requires_grad):
@@ -195,15 +205,17 @@ def reference(
         return edge
 
     def push(x: torch.Tensor, name: str, *operands: torch.Tensor) -> torch.Tensor:
-        if not push_seed or not x.dtype.is_floating_point:
+        if not push_seed or not tolerance.is_inexact(x.dtype):
             return x
         eps = torch.finfo(dtypes[name]).eps
-        if dtypes[name] == torch.float64 and x.numel():
+        if dtypes[name] in (torch.float64, torch.complex128) and x.numel():
             eps *= max(1.0, max((o.numel() for o in operands), default=0) / x.numel()) ** 0.5
         return moved(x, eps)
 
     wide = [
-        a.detach().to(torch.float64).requires_grad_(a.requires_grad) if a.dtype.is_floating_point else a
+        a.detach().to(tolerance.wide(a.dtype)).requires_grad_(a.requires_grad)
+        if tolerance.is_inexact(a.dtype)
+        else a
         for a in args
     ]
     copies = frozenset(
@@ -309,12 +321,13 @@ def _strides(t: torch.Tensor) -> tuple[int, ...]:
 
 def _unexplained(a: torch.Tensor, e: torch.Tensor, runs: Sequence[torch.Tensor | None]) -> str | None:
     known = [r for r in runs if r is not None and r.shape == e.shape]
-    if not a.dtype.is_floating_point:
+    wide = tolerance.wide(e.dtype)
+    if not tolerance.is_inexact(a.dtype):
         return tolerance.judge(a, e, None, "elementwise")
     if len(known) < 2 or runs[0] is None:
-        return tolerance.judge(a, e, None, "accumulating", lambda: e.double().abs() * 0.01)
-    ref = known[0].double()
-    wander = torch.stack([(r.double() - ref).abs() for r in known[1:]]).amax(0)
+        return tolerance.judge(a, e, None, "accumulating", lambda: e.to(wide).abs() * 0.01)
+    ref = known[0].to(wide)
+    wander = torch.stack([(r.to(wide) - ref).abs() for r in known[1:]]).amax(0)
     # An element that noise turns into NaN or infinity, or throws about by its own size, cannot be judged.
     wild = ~torch.isfinite(wander) | (wander > 0.05 * ref.abs().max())
     a, e, ref = (torch.where(wild, torch.zeros_like(x), x) for x in (a, e, ref))
@@ -323,8 +336,8 @@ def _unexplained(a: torch.Tensor, e: torch.Tensor, runs: Sequence[torch.Tensor |
     why = tolerance.judge(a, e, ref, "accumulating")
     if why is None:
         return None
-    gap = (a.double() - ref).abs()
-    theirs = (e.double() - ref).abs()
+    gap = (a.to(wide) - ref).abs()
+    theirs = (e.to(wide) - ref).abs()
     eps = torch.finfo(a.dtype).eps
     bound = (
         2 * float(theirs.nan_to_num(0, 0, 0).max())

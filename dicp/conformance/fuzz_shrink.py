@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from . import tolerance
 from .fuzz_program import Input, Program, function, inputs_of
 
 Fails = Callable[[Program], bool]
@@ -73,7 +74,7 @@ def _without(p: Program, at: int, shapes: dict[str, tuple[tuple[int, ...], str]]
             yield tidy(_substitute(replace(p, body=rest), s.out, a))
     if s.out in shapes:
         shape, dtype = shapes[s.out]
-        grad = p.gradient and "float" in dtype
+        grad = p.gradient and tolerance.is_inexact(getattr(torch, dtype))
         fresh = Input(f"x{_unused(p)}", shape, dtype, requires_grad=grad)
         q = _substitute(replace(p, body=rest, inputs=(*p.inputs, fresh)), s.out, fresh.name)
         yield tidy(replace(q, sizes2=(*q.sizes2, shape), dynamic=False))
@@ -93,6 +94,8 @@ def _simpler(i: Input) -> Iterator[Input]:
         yield replace(i, layout="contiguous")
     if i.dtype in ("bfloat16", "float16", "float64"):
         yield replace(i, dtype="float32")
+    if i.dtype == "complex128":
+        yield replace(i, dtype="complex64")
     if i.requires_grad:
         yield replace(i, requires_grad=False)
     if len(i.shape) > 1:
@@ -213,7 +216,8 @@ def script(p: Program, backend: str, second: bool, finding: str) -> str:
     if p.gradient:
         lines += [
             "for name, outs, given in (('eager', expected, args), ('compiled', actual, args2)):",
-            "    sum(o.double().sum() for o in outs if o.requires_grad).backward()",
+            "    parts = [o.real + o.imag if o.is_complex() else o for o in outs if o.requires_grad]",
+            "    sum(o.double().sum() for o in parts).backward()",
             "    print(name, 'gradients', [g.grad for g in given])",
         ]
     lines += [

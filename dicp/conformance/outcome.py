@@ -60,11 +60,9 @@ def differentiable(value: Any, process: Callable[[Any], Any]) -> list[torch.Tens
 def cotangent(out: torch.Tensor) -> torch.Tensor:
     """The gradient fed into a result: fixed values around one, no symmetry that could hide a wrong index."""
     steps = torch.arange(out.numel(), dtype=torch.float64, device=out.device).reshape(out.shape)
-    values = 0.5 + torch.frac(steps * 0.6180339887498949)
-    if out.dtype.is_complex:
-        return torch.complex(values, 1.25 - values).to(out.dtype)
     # Rounded to a few bits so that the same values exist in every dtype, the reference's included.
-    return ((values * 64).round() / 64).to(out.dtype)
+    values = ((0.5 + torch.frac(steps * 0.6180339887498949)) * 64).round() / 64
+    return (torch.complex(values, 1.25 - values) if out.dtype.is_complex else values).to(out.dtype)
 
 
 def gradients(

@@ -426,6 +426,47 @@ def test_programs_are_reproducible() -> None:
     assert all(generate(k).source() == generate(k).source() for k in range(20))
 
 
+def test_programs_are_of_every_kind() -> None:
+    """A fuzzer finds what it makes."""
+    from dicp.conformance.fuzz_generate import RULES, generate
+
+    programs = [generate(k) for k in range(400)]
+    rules = {s.rule for p in programs for s in p.body}
+    assert {r.name for r in RULES} <= rules
+    inputs = [i for p in programs for i in p.inputs]
+    assert {"complex64", "complex128", "float32", "bfloat16"} <= {i.dtype for i in inputs if i.requires_grad}
+    assert ("complex64", "conjugated") in {(i.dtype, i.layout) for i in inputs}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "expanded", "negated", "conjugated"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "complex64"])
+def test_written_inputs_are_the_inputs(layout: str, dtype: str) -> None:
+    from dicp.conformance.fuzz_program import Input
+
+    for shape in ((), (3,), (2, 3, 4)):
+        i = Input("x0", shape, dtype, layout, requires_grad=dtype in ("float32", "complex64"))
+        made, written = i.make(7), eval(i.source(7), {"torch": torch})
+        assert torch.equal(made, written) and made.stride() == written.stride()
+        assert (made.is_conj(), made.is_neg()) == (written.is_conj(), written.is_neg())
+        assert (made.dtype, made.requires_grad) == (written.dtype, written.requires_grad)
+        assert made.is_conj() is (layout == "conjugated" and dtype == "complex64")
+
+
+def test_rounding_moves_complex_numbers_by_their_size() -> None:
+    """A product of complex numbers rounds its small part by eps of the large one."""
+    from dicp.conformance.fuzz_program import Input, Program, Statement, reference
+
+    square = Statement("v0", "{0} * {0}", ("x0",), True, "complex_binary")
+    p = Program(1, (Input("x0", (64,), "complex64"),), (square,), ("v0",), False, False)
+    args = [torch.full((64,), 1 + 1j, dtype=torch.complex64)]
+    exact, moved = (reference(p, args, {"v0": torch.complex64}, k) for k in (0, 1))
+    assert exact is not None and moved is not None
+    assert exact[0][0].dtype == torch.complex128
+    off = (moved[0][0] - exact[0][0]) / 2
+    for part in (off.real.abs(), off.imag.abs()):
+        torch.testing.assert_close(part, torch.full_like(part, torch.finfo(torch.complex64).eps))
+
+
 def test_second_sizes_are_small_too() -> None:
     """This one once had inputs of 64^4 elements, and looked like a hang."""
     from dicp.conformance.fuzz_generate import LARGEST, generate
