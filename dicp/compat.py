@@ -22,7 +22,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true as _stat
 
 from dicp.autoload import ARTIFACT, register_artifact
 
-__all__ = ["FakeTensor", "FakeTensorMode", "fake_mode_of", "known_equal", "quiet_shapes", "size_hint"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "fake_mode_of",
+    "known_equal",
+    "known_true",
+    "quiet_shapes",
+    "size_hint",
+]
 
 
 def fake_mode_of(values: object) -> FakeTensorMode | None:
@@ -44,6 +52,11 @@ def known_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     if size_hint(a, -1) != size_hint(b, -1) and -1 not in (size_hint(a, -1), size_hint(b, -1)):
         return False
     return bool(_statically_known_true(a == b))
+
+
+def known_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds for every value of the symbols, found out without adding a guard."""
+    return bool(_statically_known_true(condition))
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 128) -> int:

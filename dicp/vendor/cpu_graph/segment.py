@@ -10,7 +10,7 @@ Kernels live in units of their own; `bind` gives the segment their addresses onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ def _moved(buffers: Sequence[Buffer]) -> int:
 
 
 class SegmentWriter:
-    """Writes one segment. Claims call `tensor`, `optional`, `ints`, `results`, `call` and `dispatch`.
+    """Writes one segment. Claims call `tensor`, `optional`, `ints`, `call`, `call_into`, `branch` and
+    `dispatch`.
 
     late: results whose sizes the caller finds out, and lays out then."""
 
@@ -167,6 +168,27 @@ class SegmentWriter:
         number = len(self.calls)
         self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) return {-number};")
         self._require(results, number)
+
+    def call_into(self, call: Call, function: str, arguments: Callable[[str], Sequence[str]]) -> None:
+        """One call of a template, in place of a library's that allocates its only result. arguments(pointer
+        of the result)."""
+        b = call.outputs[0]
+        assert b is not None
+        sizes, n = self.ints(b.shape)
+        strides, _ = self.ints(b.strides)
+        given = ", ".join(arguments(f"{b.name}_t.data<{STORAGE[b.dtype]}>()"))
+        self.calls.append(call)
+        allocated = f"{b.name}_t.allocate({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})"
+        self.lines.append(f"if (!{allocated} || {function}({given})) return {-len(self.calls)};")
+
+    def branch(self, condition: str, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        """Two ways to make a call's results, of which `condition` picks one when it runs. Each adds lines."""
+        before, ways = self.lines, []
+        for way in (then, otherwise):
+            self.lines = []
+            way()
+            ways.append(["  " + line for line in self.lines])
+        self.lines = [*before, f"if ({condition}) {{", *ways[0], "} else {", *ways[1], "}"]
 
     def dispatch(
         self, call: Call, op: str, overload: str, words: Sequence[str], copy: bool, lists: bool

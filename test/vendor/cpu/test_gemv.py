@@ -15,6 +15,7 @@ from products import ACTIVATIONS, Fn
 from dicp.compiler import Compiled, observe
 from dicp.config import Config
 from dicp.vendor.cpu_graph.claims import candidates
+from dicp.vendor.cpu_graph.claims.common import multiplies
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -103,6 +104,34 @@ def test_other_instruction_sets(dtype: torch.dtype, isa: str) -> None:
     check(lambda x, w: F.silu(x @ w.t()), x, w, isa=isa)
     torch._dynamo.reset()
     check(lambda x, v: x @ v, x, v, isa=isa)
+
+
+VARYING: dict[str, Fn] = {  # x: [M, K], w: [N, K]
+    "linear": lambda x, w: F.linear(x, w),
+    "linear, residual": lambda x, w: F.silu(F.linear(x, w, w[:, 0])) + x[:, :1],
+    "weights by columns": lambda x, w: x @ w.reshape(w.shape[1], -1),
+    "batches": lambda x, w: torch.bmm(x.expand(2, -1, -1), torch.stack([w, -w]).mT),
+    "int8 weights": lambda x, w: F.linear(x, w.mul(16).to(torch.int8).to(x.dtype)) * w[:, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", VARYING)
+def test_rows_that_vary(form: str, dtype: torch.dtype) -> None:
+    """Each number of rows gives the bits of a compile for it alone: few by the template, many by the library."""
+    if form == "int8 weights" and dtype == torch.bfloat16 and multiplies(dtype):
+        pytest.skip("oneDNN multiplies bf16 here: int8 weights are cast for it where rows may be many")
+    w = torch.randn(1032, 301, dtype=dtype) / 4
+    varying = torch.compile(VARYING[form], backend="dicp_cpu", dynamic=True)
+    seen: list[Compiled] = []
+    for rows in (40, 3, 8, 17, 4):
+        x = torch.randn(rows, 301, dtype=dtype)
+        with observe(seen.append):
+            got = varying(x, w)
+        alone = torch.compile(lambda x, w: VARYING[form](x, w), backend="dicp_cpu", dynamic=False)
+        assert torch.equal(got, alone(x, w)), rows
+    (call,) = seen[0].program.library_calls
+    assert ": few rows, or " in call.claim.name and len(seen) == 1
 
 
 def test_nan_and_infinity_spread_as_in_eager() -> None:

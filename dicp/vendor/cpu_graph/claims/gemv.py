@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from dicp.compat import size_hint
+from dicp.compat import known_equal, known_true, size_hint
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.operands import (
@@ -53,21 +56,58 @@ def gemv(label: str, node: fx.Node) -> Claim | None:
     )
 
 
+def gemv_or(label: str, node: fx.Node, other: Claim) -> Claim | None:
+    """A claim that takes this template in calls whose rows turn out few, and `other` in those with more: for
+    rows that vary. None where they do not, or where operands are not of a dtype that the template reads."""
+    at = operands_of(node)
+    if at is None or not reads(node, at) or not _may_be_few(node, at):
+        return None
+
+    def arguments_of(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        args = prepare(lowering, args, at)
+        return args if other.prepare is None else other.prepare(lowering, n, args)
+
+    def emit(writer: Any, call: Call) -> None:
+        writer.branch(
+            f"{writer.text(given(call, at).rows)} <= {_most_rows(node, at)}",
+            lambda: _emit(writer, call, at),
+            lambda: other.emit(writer, call),
+        )
+
+    return replace(other, name=f"{label}: few rows, or {other.name}", emit=emit, prepare=arguments_of)
+
+
 def _few(node: fx.Node, at: Operands) -> bool:
     """Whether a product has few rows (of a batch), whatever the sizes that vary."""
-    shape, w = node.meta["val"].shape, node.args[at.w].meta["val"]  # type: ignore[union-attr]
-    lead = shape[-2:-1] if is_batched(node) else shape[:-1]
-    if not all(isinstance(n, int) for n in lead):
-        return False
-    most = FEW_ROWS
+    rows = _rows(node)
+    return isinstance(rows, int) and rows <= _most_rows(node, at)
+
+
+def _may_be_few(node: fx.Node, at: Operands) -> bool:
+    """Whether a product of dense rows has few of them for some of its sizes."""
+    rows, x = _rows(node), node.args[at.x].meta["val"]  # type: ignore[union-attr]
+    dense = known_equal(x.stride(-1), 1)
+    return dense and not isinstance(rows, int) and not known_true(rows > _most_rows(node, at))
+
+
+def _rows(node: fx.Node) -> Any:
+    """The rows of a product (of each of a batch): a number where that does not vary."""
+    shape = node.meta["val"].shape
+    return math.prod(shape[-2:-1] if is_batched(node) else shape[:-1])
+
+
+def _most_rows(node: fx.Node, at: Operands) -> int:
+    """Rows up to which the template is ahead."""
+    w = node.args[at.w].meta["val"]  # type: ignore[union-attr]
     if w.dtype == torch.bfloat16 and size_hint(w.stride(-1 if at.transposed else -2)) != 1:
-        most = FEW_ROWS_BF16_BY_COLUMNS
-    elif w.dtype == torch.bfloat16 and "avx512_bf16" in cpu_flags():
-        most = FEW_ROWS_BF16
-    return int(torch.Size(lead).numel()) <= most
+        return FEW_ROWS_BF16_BY_COLUMNS
+    if w.dtype == torch.bfloat16 and "avx512_bf16" in cpu_flags():
+        return FEW_ROWS_BF16
+    return FEW_ROWS
 
 
 def _emit(writer: Any, call: Call, at: Operands) -> None:
+    """The call; into memory that it allocates where another claim's call would."""
     g = given(call, at)
     words, known = g.kinds(), g.rows if isinstance(g.rows, int) else 0
     name = f"gemv{known}_{'_'.join(dict.fromkeys(words.values()))}_{at.act}{'_across' if g.across else ''}"
@@ -75,7 +115,11 @@ def _emit(writer: Any, call: Call, at: Operands) -> None:
     source = _SOURCE.format(
         name=name, parameters=parameters, rows=known, across=str(g.across).lower(), act=at.act.upper()
     )
-    writer.call(call, str(writer.template(name, parameters, source)), arguments(writer, g))
+    function = str(writer.template(name, parameters, source))
+    if call.claim is None or call.claim.out:
+        writer.call(call, function, arguments(writer, g))
+    else:
+        writer.call_into(call, function, lambda result: arguments(writer, g, result))
 
 
-__all__ = ["FEW_ROWS", "gemv"]
+__all__ = ["FEW_ROWS", "gemv", "gemv_or"]

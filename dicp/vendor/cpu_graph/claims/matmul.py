@@ -29,7 +29,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     onednn_has,
 )
 from dicp.vendor.cpu_graph.claims.gemm import gemm
-from dicp.vendor.cpu_graph.claims.gemv import gemv
+from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or
 from dicp.vendor.cpu_graph.claims.operands import is_batched, operands_of
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
@@ -141,7 +141,14 @@ def _ordered(
     tiles, few = gemm(label, node), gemv(label, node)
     order = [tiles, *order] if prefers_tiles(node) else [*order, tiles]
     order = [few, *order] if _from_memory(node) else [*order, few]
-    return [claim for claim in order if claim is not None]
+    return _for_rows_that_vary(label, node, [claim for claim in order if claim is not None])
+
+
+def _for_rows_that_vary(label: str, node: fx.Node, order: list[Claim]) -> list[Claim]:
+    """With the first claim as what serves many rows, where calls may also have few and weights come from
+    memory."""
+    both = gemv_or(label, node, order[0]) if order and _from_memory(node) else None
+    return order if both is None else [both, *order]
 
 
 def _from_memory(node: fx.Node) -> bool:
@@ -302,7 +309,7 @@ def scaled_linear(node: fx.Node, config: Any) -> list[Claim]:
     dtype = dtype_of(node)
     if dtype in LOW and multiplies(dtype):
         tiles = None
-    return [claim for claim in (few, tiles) if claim is not None]
+    return _for_rows_that_vary("int8 linear", node, [claim for claim in (few, tiles) if claim is not None])
 
 
 def _linear_call(

@@ -150,11 +150,11 @@ PARAMETERS = (
 )
 
 
-def arguments(writer: Any, g: Given) -> list[str]:
-    """In the order of PARAMETERS."""
+def arguments(writer: Any, g: Given, result: str | None = None) -> list[str]:
+    """In the order of PARAMETERS. result: the pointer of y's memory, where that is not planned."""
     sizes, _ = writer.ints(g.sizes())
     pointers = [writer.pointer_to(v) for v in (g.x, g.w, g.scale, g.bias, g.other)]
-    return [*pointers, writer.pointer(g.y), sizes]
+    return [*pointers, writer.pointer(g.y) if result is None else result, sizes]
 
 
 __all__ = [
