@@ -389,7 +389,11 @@ class Runner:
 
     def _output(self, o: Any) -> str:
         if isinstance(o, View):
-            return self._view(o)
+            # AOTAutograd would make the view again of the caller's input, which a call may have viewed as
+            # another dtype, from what a result says that it is a view of
+            made = self.lowered.buffers[self.plan.find(o.buffer.name)].kind in ("library", "extern")
+            text = self._view(o)
+            return f"{text}.detach()" if made and ".as_strided(" in text else text
         if isinstance(o, tuple) and o and o[0] == "input":
             return f"arg{o[1]}"
         return self._argument(o)
