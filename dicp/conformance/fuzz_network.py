@@ -187,7 +187,7 @@ def _loss(rng: random.Random, t: list[torch.Tensor]) -> Answer:
             "F.cross_entropy({0}, torch.arange({0}.shape[0]) % {0}.shape[1])",
             "F.cross_entropy({0}, torch.softmax({1}, -1), label_smoothing=0.1)",
             "F.nll_loss(torch.log_softmax({0}, -1), torch.arange({0}.shape[0]) % {0}.shape[1])",
-            "F.kl_div(torch.log_softmax({0}, -1), torch.softmax({1}, -1), reduction='batchmean')",
+            "F.kl_div({rounded}(F.log_softmax({0}, -1)), {rounded}(F.softmax({1}, -1)), reduction='sum')",
             "F.cosine_similarity({0} + 2, {1} - 3)",
         ]
     return rng.choice(texts)
