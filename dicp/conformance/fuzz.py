@@ -225,8 +225,13 @@ class _Watch:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                env={**os.environ, **self._threads(), "PYTHONWARNINGS": "ignore"},
             )
+
+    def _threads(self) -> dict[str, str]:
+        """Two, where there are processors for them: what threads do to a program is a part of it."""
+        count = min(2, len(os.sched_getaffinity(0)))
+        return {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "passive"}
 
     def _died(self, last: dict[str, Any], kind: str, code: int) -> None:
         """The program that the child was at is a finding."""

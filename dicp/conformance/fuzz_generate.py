@@ -14,13 +14,28 @@ from .tolerance import is_inexact, wide
 
 RULES = (*fuzz_ops.RULES, *fuzz_network.RULES, *fuzz_complex.RULES)
 
-LARGEST = 20_000  # elements of one tensor
 HIGHEST = 1e4  # magnitude of an element
 HIGHEST_HALF = 200  # of a float16
-SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64)
 ERRORS = (RuntimeError, IndexError, ValueError, TypeError)  # what torch raises for a call that means nothing
 LAYOUTS = (*("contiguous",) * 6, "transposed", "strided", "expanded", "negated", "conjugated")
+DRAWS = 16  # of operands that a rule may apply to
 ROUNDING_WRITES = ("tanh", "mul_({1}", "addcmul")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What dims a program's inputs have, how many elements a tensor of it at most, and whether its second
+    sizes may be larger than the first."""
+
+    sizes: tuple[int, ...]
+    largest: int
+    grows: bool
+
+
+SMALL = Scale((1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64), 20_000, True)
+LARGE = Scale((1, 2, 3, 8, 31, 64, 100, 128, 257, 512, 1030, 4099), 300_000, False)
+"""Loops run by several threads, split reductions, products and attention by tiles."""
+LARGE_SHARE = 0.12  # of the programs
 
 
 class Invalid(Exception):
@@ -30,37 +45,38 @@ class Invalid(Exception):
 @dataclass(eq=False)
 class _Variables:
     """What the statements so far have made: values, which of them every implementation computes to the last
-    bit, and the inputs that want gradients."""
+    bit, the inputs that want gradients, and how many elements a value has at most."""
 
     values: dict[str, torch.Tensor]
     exact: dict[str, bool]
     grads: set[str]
+    largest: int
 
     def all_exact(self, names: list[str]) -> bool:
         return all(self.exact[v] for v in names)
 
 
-def generate(seed: int, largest: int = 14) -> Program:
+def generate(seed: int, longest: int = 14) -> Program:
     """A random program that eager runs, at both sizes if it is dynamic."""
     attempt = 0
     while True:
         rng = random.Random(seed * 1000 + attempt)
         attempt += 1
         try:
-            return _generate(seed, rng, largest)
+            return _generate(seed, rng, longest)
         except (Invalid, *ERRORS):
             if attempt > 200:
                 raise
 
 
-def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, int]]:
-    dims = rng.sample(SIZES, 3)
+def _inputs(rng: random.Random, gradient: bool, scale: Scale) -> tuple[list[Input], dict[int, int]]:
+    dims = rng.sample(scale.sizes, 3)
     main = rng.choice((*("float32",) * 4, "bfloat16", "float64", "float16", "complex64"))
     inputs: list[Input] = []
     for n in range(rng.randint(1, 4)):
         rank = rng.choice((0, 1, 2, 2, 2, 3, 3, 4))
         shape = tuple(rng.choice(dims) for _ in range(rank))
-        while torch.Size(shape).numel() > LARGEST // 4:
+        while torch.Size(shape).numel() > scale.largest // 4:
             shape = shape[1:]
         if n and inputs and rng.random() < 0.5:
             shape = inputs[0].shape
@@ -74,21 +90,24 @@ def _inputs(rng: random.Random, gradient: bool) -> tuple[list[Input], dict[int, 
         layout = rng.choice(LAYOUTS)
         grad = gradient and is_inexact(getattr(torch, dtype)) and rng.random() < 0.8
         inputs.append(Input(f"x{n}", shape, dtype, layout, grad))
-    return inputs, {d: rng.choice([s for s in SIZES if s > 1]) if d > 1 else d for d in dims}
+    others = {d: [s for s in scale.sizes if 1 < s and (scale.grows or s <= d)] for d in dims if d > 1}
+    return inputs, {d: rng.choice(sizes) for d, sizes in others.items()}
 
 
-def _generate(seed: int, rng: random.Random, largest: int) -> Program:
+def _generate(seed: int, rng: random.Random, longest: int) -> Program:
     gradient, dynamic = rng.random() < 0.4, rng.random() < 0.3
-    inputs, other = _inputs(rng, gradient)
-    if dynamic and any(torch.Size(other.get(d, d) for d in i.shape).numel() > LARGEST for i in inputs):
+    scale = LARGE if rng.random() < LARGE_SHARE else SMALL
+    inputs, other = _inputs(rng, gradient, scale)
+    if dynamic and any(torch.Size(other.get(d, d) for d in i.shape).numel() > scale.largest for i in inputs):
         raise Invalid("the second sizes are too large to run in reasonable time")
     made = _Variables(
         {i.name: i.make(seed * 100 + n).detach() for n, i in enumerate(inputs)},
         {i.name: True for i in inputs},
         {i.name for i in inputs if i.requires_grad},
+        scale.largest,
     )
     body: list[Statement] = []
-    wanted = rng.randint(2, largest)
+    wanted = rng.randint(2, longest)
     for _ in range(wanted * 8):
         if len(body) >= wanted:
             break
@@ -122,11 +141,14 @@ def _generate(seed: int, rng: random.Random, largest: int) -> Program:
 def _statement(rng: random.Random, made: _Variables, name: str) -> Statement | None:
     """A statement that eager ran, its effect noted in `made`; None where the dice came to none."""
     rule: Rule = rng.choices(RULES, [r.weight for r in RULES])[0]
-    args = _operands(rng, rule, list(made.values))
-    if rule.inplace and args[0] in made.grads or rule.exact_in and not made.all_exact(args):
-        return None
-    text = rule.make(rng, [made.values[v] for v in args])
-    if text is None:
+    for _ in range(DRAWS):
+        args = _operands(rng, rule, list(made.values))
+        if rule.inplace and args[0] in made.grads or rule.exact_in and not made.all_exact(args):
+            continue
+        text = rule.make(rng, [made.values[v] for v in args])
+        if text is not None:
+            break
+    else:
         return None
     exact = rule.inplace or rule.name == "view" or (rule.exact and made.all_exact(args))
     s = Statement(None if rule.inplace else name, text, tuple(args), not exact, rule.name)
@@ -158,7 +180,7 @@ def _tried(s: Statement, made: _Variables) -> torch.Tensor | None:
     lines = [f"def f({', '.join(made.values)}):", s.source(), f"return ({s.out or s.args[0]},)"]
     try:
         result = function("\n    ".join(lines))(**made.values)[0]
-        if _usable(result):
+        if _usable(result, made.largest):
             return result  # type: ignore[no-any-return]
     except ERRORS:
         pass
@@ -170,8 +192,8 @@ def _tried(s: Statement, made: _Variables) -> torch.Tensor | None:
     return None
 
 
-def _usable(x: object) -> bool:
-    if not isinstance(x, torch.Tensor) or x.numel() > LARGEST or x.dim() > 5:
+def _usable(x: object, largest: int) -> bool:
+    if not isinstance(x, torch.Tensor) or x.numel() > largest or x.dim() > 5:
         return False
     limit = HIGHEST_HALF if x.dtype == torch.float16 else HIGHEST
     return not is_inexact(x.dtype) or x.numel() == 0 or bool((x.abs() < limit).all())

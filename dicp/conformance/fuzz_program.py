@@ -305,14 +305,23 @@ def differs(
     return None
 
 
-def _promised(p: Program, second: bool, result: int) -> tuple[int, ...] | None:
-    """A result's strides by the fake implementations of what the program calls; None where those fail."""
-    with FakeTensorMode() as mode, torch.set_grad_enabled(p.gradient):
-        try:
-            faked = [mode.from_tensor(t) for t in inputs_of(p, second)]
-            return _strides(list(function(p.source())(*faked))[result])
-        except Exception:  # sizes that depend on data, say: nothing is promised
-            return None
+def _promised(p: Program, second: bool, result: int) -> tuple[int, ...]:
+    """A result's strides by the fake implementations of what the program calls. Where those need data, which
+    breaks the graph that a compiler is given, they go on from what eager made."""
+    names, space = [i.name for i in p.inputs], {"torch": torch, "F": F}
+    real = dict(zip(names, inputs_of(p, second), strict=True))
+    mode = FakeTensorMode()
+    fake = {name: mode.from_tensor(t) for name, t in real.items()}
+    with torch.set_grad_enabled(p.gradient):
+        for s in p.body:
+            exec(s.source(), space, real)
+            try:
+                with mode:
+                    exec(s.source(), space, fake)
+            except Exception:  # whatever a fake implementation raises for want of data
+                if s.out is not None:
+                    fake[s.out] = mode.from_tensor(real[s.out])
+    return _strides(fake[p.outputs[result]])
 
 
 def _strides(t: torch.Tensor) -> tuple[int, ...]:
