@@ -334,6 +334,15 @@ def test_integer_products_take_the_whole_part_of_factors(dtype: torch.dtype) -> 
 @pytest.mark.skipif(
     torch.__version__.startswith(("2.11", "2.12")), reason="their Dynamo fails on a tensor as value="
 )
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8])
+def test_common_divisors_of_the_smallest_integers(dtype: torch.dtype) -> None:
+    """Their magnitude is out of range, and eager's Euclid goes on with what is left of it: gcd(-128, 127) = -1."""
+    info = torch.iinfo(dtype)
+    some = torch.tensor([info.min, info.min + 1, info.max, info.max - 1, 0, 1, 100, 12], dtype=dtype)
+    a, b = some.repeat(8), some.repeat_interleave(8)
+    assert torch.equal(torch.compile(torch.gcd, backend="dicp_cpu")(a, b), torch.gcd(a, b))
+
+
 def test_tensor_factors_are_kernels() -> None:
     def f(b, value):
         return torch.addcmul(b, b, b, value=value)

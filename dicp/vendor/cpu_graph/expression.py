@@ -269,6 +269,8 @@ class ExpressionWriter:
             and self.is_vector(x.args[0])
         ):
             args[1] = f"splat<{VECTOR[x.dtype]}>({args[1]})"
+        if x.op == "gcd" and x.dtype in WRAPPED:
+            return f"gcd<{WRAPPED[x.dtype]}>({', '.join(args)})"
         if x.op == "pow" and not x.dtype.is_floating_point:
             return f"pow_int({', '.join(args)})"
         return f"{WORDS.get(x.op, x.op)}({', '.join(args)})"

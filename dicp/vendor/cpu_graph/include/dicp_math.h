@@ -320,10 +320,10 @@ template <class A, class B> DICP_INLINE auto shr(A x, B y) {
   return a >> where(land(ge(b, 0), lt(b, width)), b, width - 1);
 }
 
-// gcd, lcm
-template <class T> DICP_INLINE T gcd_int(T a, T b) {  // the smallest integer stays negative, as in eager
-  a = abs(a);
-  b = abs(b);
+// gcd (Of: the dtype, where that is narrower than what it is computed in), lcm
+template <class Of, class T> DICP_INLINE T gcd_int(T a, T b) {  // the smallest integer stays negative, as in eager
+  a = wrap<Of>(abs(a));
+  b = wrap<Of>(abs(b));
   while (a != 0) {
     T c = a;
     a = b - div_int(b, a) * a;
@@ -331,11 +331,11 @@ template <class T> DICP_INLINE T gcd_int(T a, T b) {  // the smallest integer st
   }
   return b;
 }
-template <class A, class B> DICP_INLINE auto gcd(A x, B y) {
+template <class Of = int64_t, class A, class B> DICP_INLINE auto gcd(A x, B y) {
   using V = common<A, B>;
   V a = cast<V>(x), b = cast<V>(y);
-  if constexpr (is_vec<V>) return each_lane([](auto p, auto q) { return gcd_int(p, q); }, a, b);
-  else return gcd_int(a, b);
+  if constexpr (is_vec<V>) return each_lane([](auto p, auto q) { return gcd_int<Of>(p, q); }, a, b);
+  else return gcd_int<Of>(a, b);
 }
 template <class A, class B> DICP_INLINE auto lcm(A x, B y) {
   using V = common<A, B>;
