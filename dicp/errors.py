@@ -25,6 +25,11 @@ class UnsupportedOp(DicpError):
     """An operator nobody claims, lowers or decomposes, where falling back is not allowed."""
 
 
+class InternalError(DicpError):
+    """A fault of dicp's own while it compiled a call of the user's model; the exception it shows itself by is
+    the cause."""
+
+
 class BuildError(DicpError):
     """The compiler refused (or never finished) a generated source file.
 

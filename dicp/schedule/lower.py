@@ -20,11 +20,12 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import higher_order_name
+from dicp.errors import DicpError, InternalError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
-from dicp.ir.printer import user_location
+from dicp.ir.printer import op_name, user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
 from dicp.ops.table import Declined, table
@@ -126,8 +127,21 @@ class Lowering:
             elif node.op == "output":
                 finish(self, node)
             else:
-                self.values[node] = self._call(node)
+                self.values[node] = self._lowered(node)
         return self.out
+
+    def _lowered(self, node: fx.Node) -> Any:
+        try:
+            return self._call(node)
+        except DicpError:
+            raise
+        except Exception as e:  # whatever a rule that has a fault raises
+            raise InternalError(
+                f"lowering {op_name(node.target)} failed: {type(e).__name__}: {e}",
+                where=user_location(node) or (),
+                todo="this is a fault of dicp: report it, with what DICP_DUMP=<folder> writes. "
+                "torch.compiler.disable() on the function that makes this call leaves it to eager.",
+            ) from e
 
     def _placeholder(self, node: fx.Node) -> None:
         val = node.meta["val"]

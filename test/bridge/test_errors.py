@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ import torch.nn.functional as F
 from checks import close
 from torch._dynamo.exc import BackendCompilerFailed
 
-from dicp.errors import BuildError, DicpError, NoCompileError, OptionError, ToolchainError, UnsupportedOp
+from dicp.errors import (
+    BuildError,
+    DicpError,
+    InternalError,
+    NoCompileError,
+    OptionError,
+    ToolchainError,
+    UnsupportedOp,
+)
+from dicp.ops.table import table
 from dicp.runtime.failure import Failure, LibraryCall
 
 
@@ -68,6 +78,24 @@ def test_strict_names_op_line_and_remedy() -> None:
     text = str(error)
     assert "rrelu" in text and "strict" in text and "docs/adding_an_op.md" in text
     assert f"{Path(__file__).name}:" in text and "# the extern call" in text
+
+
+def faulty_model(x):
+    return x.sin() + 1  # the faulty op
+
+
+def test_a_fault_of_a_rule_names_op_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lower(lowering, node, args, kwargs):
+        raise KeyError("no such axis")
+
+    rows = dict(table())
+    rows[torch.ops.aten.sin.default] = SimpleNamespace(lower=lower)
+    monkeypatch.setattr("dicp.schedule.lower.table", lambda: rows)
+    error = failure(faulty_model, r(4, 4))
+    assert isinstance(error, InternalError) and isinstance(error.__cause__, KeyError)
+    text = str(error)
+    assert "lowering sin failed" in text and "KeyError: 'no such axis'" in text and "DICP_DUMP" in text
+    assert f"{Path(__file__).name}:" in text and "# the faulty op" in text
 
 
 def test_strict_lets_library_calls_pass() -> None:
