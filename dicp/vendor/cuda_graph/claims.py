@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cuda_graph import attention, products
+from dicp.vendor.cuda_graph import attention, grouped, products
 from dicp.vendor.cuda_graph.templates.convert import conversion
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ LIBRARY = {
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
         _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward""",
-    "product": "_int_mm _addmm_activation _scaled_mm",
+    "product": "_int_mm _addmm_activation _scaled_mm _grouped_mm",
     "pooling": "max_pool2d_with_indices max_pool2d_with_indices_backward",
     "sort": "sort topk",
     "generator": """native_dropout bernoulli rand rand_like randn randn_like randint randint_like randperm
@@ -53,6 +53,8 @@ def candidates(node: fx.Node, config: Any) -> list[Claim]:
         return []
     if node.target in _products() or node.target is torch.ops.dicp.linear.default:
         return products.candidates(node, config, claim)
+    if node.target is aten._grouped_mm.default:
+        return grouped.candidates(node, config, claim)
     if node.target in _attentions():
         return attention.candidates(node, config, claim)
     return [claim]

@@ -108,13 +108,13 @@ class Product:
 def kernels(p: Product, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
     """The launches that compute a product."""
     plan = plan.interpreted() if interpreted else plan
-    first = _Writer(p, plan).launched(origins)
+    first = Writer(p, plan).launched(origins)
     if plan.split == 1:
         return [first]
     return [first, _finish(p, plan, origins)]
 
 
-class _Writer:
+class Writer:
     """The first kernel: all there is, or the partial sums."""
 
     def __init__(self, p: Product, plan: Plan) -> None:
@@ -221,11 +221,20 @@ class _Writer:
 
     # -- a tile on the tensor cores ------------------------------------------------------------------------
 
-    def _tile(self) -> None:
+    def _positions(self) -> tuple[str | None, str | None]:
+        """Names m and n, the rows and columns of a tile, and returns their masks."""
         p, plan = self.p, self.plan
         self.lines += [f"{x} = (tile_{x} * B{X} + tl.arange(0, B{X})).to(INDEX)" for x, X in ("mM", "nN")]
-        live_m = self._live("m", p.m, plan.m, "m")
-        live_n = self._live("n", p.n, plan.n, "n")
+        return self._live("m", p.m, plan.m, "m"), self._live("n", p.n, plan.n, "n")
+
+    @property
+    def _end(self) -> str:
+        """Of the terms of a sum."""
+        return host_text(self.p.k)
+
+    def _tile(self) -> None:
+        p, plan = self.p, self.plan
+        live_m, live_n = self._positions()
         self.lines.append("acc = tl.full([BM, BN], 0.0, tl.float32)")
         loop, tail = self._steps()
         live_k = "live_k" if tail else None
@@ -233,7 +242,7 @@ class _Writer:
         right = p.b.at(self._z, "k[:, None]", "n[None, :]", full=True)
         inside = [
             "k = (start + tl.arange(0, BK)).to(INDEX)",
-            *([f"live_k = k < {host_text(p.k)}"] if tail else []),
+            *([f"live_k = k < {self._end}"] if tail else []),
             f"left = {_load(left, _both(live_m, '[:, None]', live_k, '[None, :]'))}",
             f"right = {_load(right, _both(live_k, '[:, None]', live_n, '[None, :]'))}",
             f'acc = d.dot(left, right, acc, "{p.precision}")',
@@ -347,4 +356,4 @@ def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
     return Launched(template, (None, *(o.view for o in operands)), _scratch(p, plan))
 
 
-__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "kernels"]
+__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "Writer", "kernels"]
