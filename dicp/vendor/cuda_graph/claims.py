@@ -8,16 +8,16 @@ Products write into planned memory; the others allocate. Interpreted on CPU tens
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from dicp.schedule.defs import Call, View
+from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
-from dicp.vendor.cuda_graph import attention, grouped, products
+from dicp.vendor.cuda_graph import attention, convolution, grouped, products
 from dicp.vendor.cuda_graph.templates.convert import conversion
 
 aten = torch.ops.aten
@@ -53,6 +53,8 @@ def candidates(node: fx.Node, config: Any) -> list[Claim]:
         return []
     if node.target in _products() or node.target is torch.ops.dicp.linear.default:
         return products.candidates(node, config, claim)
+    if node.target in (aten.convolution.default, torch.ops.dicp.conv.default):
+        return convolution.candidates(node, config, claim)
     if node.target is aten._grouped_mm.default:
         return grouped.candidates(node, config, claim)
     if node.target in _attentions():
@@ -76,6 +78,8 @@ def supports(target: Any, node: fx.Node) -> bool:
     """Whether a dicp::* call may be formed. Mostly products do not: the kernel that follows does the rest."""
     if target is torch.ops.dicp.linear.default:
         return products.supports_linear(node)
+    if target is torch.ops.dicp.conv.default:
+        return convolution.supports(node)
     if target is torch.ops.dicp.attention.default:
         val = node.meta.get("val")
         return isinstance(val, torch.Tensor) and val.dtype in FLOATS
@@ -110,57 +114,6 @@ def _products() -> dict[Any, Callable[[fx.Node], Claim]]:
         return lambda node: _out(op._opname, outs[op])
 
     return {op: claim(op) for op in outs}
-
-
-# -- convolution ---------------------------------------------------------------------------------------------
-
-
-def _channels_last(v: View) -> bool:
-    def far(d: int) -> int:
-        stride = v.strides[d]
-        return -stride if isinstance(stride, int) else -(1 << 40)
-
-    order = sorted(range(len(v.shape)), key=far)
-    return order in ([0, 2, 3, 1], [0, 2, 3, 4, 1])
-
-
-def _conv_strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
-    """cuDNN answers in channels-last when an operand is; else as traced."""
-    from dicp.schedule.strides import dense_strides
-
-    val = node.meta["val"]
-    vals = val if isinstance(val, (tuple, list)) else [val]
-    tensors = [a for a in args[:3] if isinstance(a, View) and len(a.shape) in (4, 5)]
-    if not any(map(_channels_last, tensors)):
-        return None
-
-    def strides(v: Any) -> Any:
-        if not isinstance(v, torch.Tensor) or v.dim() not in (4, 5):
-            return None
-        return dense_strides(tuple(lowering.index(s) for s in v.shape), (0, *range(2, v.dim()), 1))
-
-    return [strides(v) for v in vals]
-
-
-def _in_layout(count: int) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:
-    """The first operands stored in the layout that the layout pass chose for them."""
-
-    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        wanted = list(args)
-        for k in range(min(count, len(args))):
-            source = node.args[k]
-            if isinstance(source, fx.Node) and "dicp_layout" in source.meta:
-                wanted[k] = lowering.in_order(args[k], source.meta["dicp_layout"])
-        return wanted
-
-    return prepare
-
-
-def _convolution(node: fx.Node) -> Claim:
-    operands = 3 if node.target is aten.convolution_backward.default else 1
-    return Claim(
-        "convolution: cuDNN", lambda w, c: w._extern(c), strides=_conv_strides, prepare=_in_layout(operands)
-    )
 
 
 # -- attention -----------------------------------------------------------------------------------------------
@@ -210,8 +163,9 @@ def _table() -> dict[Any, Callable[[fx.Node], Claim | None]]:
                 if not op._schema.is_mutable:
                     table[op] = functools.partial(_through_aten, served)
     return table | {
-        aten.convolution.default: _convolution,
-        aten.convolution_backward.default: _convolution,
+        aten.convolution.default: convolution.library,
+        aten.convolution_backward.default: convolution.library,
+        torch.ops.dicp.conv.default: convolution.library_of_all,
         torch.ops.dicp.attention.default: _attention,
         torch.ops.dicp.linear.default: products.linear_library,
         aten._to_copy.default: conversion,

@@ -197,7 +197,7 @@ def _linear(c: Call) -> Product:
         Operand("w", w, (0, w.strides[1], w.strides[0])),
         Operand("out", out, (0, n, 1)),
         None if bias is None else Operand("bias", bias, (0, 0, bias.strides[0])),
-        None if other is None else Operand("other", other, (0, n, 1)),
+        other=None if other is None else Operand("other", other, (0, n, 1)),
         act=act or "none",
         precision=precision(),
     )
@@ -221,9 +221,8 @@ def _matrix(c: Call) -> Product:
         Operand("b", b, _three(b)),
         Operand("out", out, _three(out)),
         None if bias is None or beta == 0 else Operand("bias", bias, _broadcast(bias, y.shape)),
-        None,
-        alpha,
-        beta,
+        alpha=alpha,
+        beta=beta,
         precision=precision(),
     )
 

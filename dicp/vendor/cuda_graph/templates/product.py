@@ -1,6 +1,6 @@
 """Products as Triton, with what follows them in the same kernel.
 
-    out[z, m, n] = act(alpha * sum over k of a[z, m, k] * b[z, k, n] + beta * bias) + other
+    out[z, m, n] = act(alpha * sum over k of a[z, m, k] * b[z, k, n] + beta * bias + residual) + other
 
 Two forms. `tile`: a program computes a tile of the result on the tensor cores; programs follow each other
 down groups of rows of tiles, so that what they read of b is still in L2. `rows`: for up to MAX_ROWS rows,
@@ -74,6 +74,7 @@ class Product:
     b: Operand
     out: Operand
     bias: Operand | None = None
+    residual: Operand | None = None
     other: Operand | None = None
     alpha: float = 1
     beta: float = 1
@@ -82,7 +83,8 @@ class Product:
 
     @property
     def operands(self) -> list[Operand]:
-        return [o for o in (self.a, self.b, self.bias, self.other, self.out) if o is not None]
+        optional = (self.bias, self.residual, self.other)
+        return [o for o in (self.a, self.b, *optional, self.out) if o is not None]
 
     @property
     def extents(self) -> list[Index]:
@@ -96,6 +98,7 @@ class Product:
         inner = inner if self.alpha == 1 else f"{self.alpha} * {inner}"
         if self.bias is not None:
             inner += " + bias" if self.beta == 1 else f" + {self.beta} * bias"
+        inner += " + residual[m, n]" if self.residual is not None else ""
         inner = inner if self.act == "none" else f"{self.act}({inner})"
         return f"out[m, n] = {inner}" + (" + other[m, n]" if self.other is not None else "")
 
@@ -238,13 +241,10 @@ class Writer:
         self.lines.append("acc = tl.full([BM, BN], 0.0, tl.float32)")
         loop, tail = self._steps()
         live_k = "live_k" if tail else None
-        left = p.a.at(self._z, "m[:, None]", "k[None, :]", full=True)
-        right = p.b.at(self._z, "k[:, None]", "n[None, :]", full=True)
         inside = [
             "k = (start + tl.arange(0, BK)).to(INDEX)",
             *([f"live_k = k < {self._end}"] if tail else []),
-            f"left = {_load(left, _both(live_m, '[:, None]', live_k, '[None, :]'))}",
-            f"right = {_load(right, _both(live_k, '[:, None]', live_n, '[None, :]'))}",
+            *self._loads(live_m, live_n, live_k),
             f'acc = d.dot(left, right, acc, "{p.precision}")',
         ]
         self.lines += [loop, *(INDENT + line for line in inside)]
@@ -254,6 +254,16 @@ class Writer:
             self._store_part("acc", "m[:, None]", "n[None, :]", " & ".join(live.values()))
         else:
             self.lines += ["y = acc", *epilogue(p, self._z, "m[:, None]", "n[None, :]", live)]
+
+    def _loads(self, live_m: str | None, live_n: str | None, live_k: str | None) -> list[str]:
+        """Name left and right, the tiles of a step; live: the masks along their dims."""
+        p = self.p
+        left = p.a.at(self._z, "m[:, None]", "k[None, :]", full=True)
+        right = p.b.at(self._z, "k[:, None]", "n[None, :]", full=True)
+        return [
+            f"left = {load(left, _both(live_m, '[:, None]', live_k, '[None, :]'))}",
+            f"right = {load(right, _both(live_k, '[:, None]', live_n, '[None, :]'))}",
+        ]
 
     def _store_part(self, value: str, m: str, n: str, live: str | None) -> None:
         p = self.p
@@ -274,10 +284,10 @@ class Writer:
         where = p.b.at(self._z, "k", "n", full=True)
         inside = [
             "k = (start + tl.arange(0, BK)[None, :]).to(INDEX)",
-            f"right = {_load(where, _both(live_n, '', live_k, ''), p.b.dtype)}",
+            f"right = {load(where, _both(live_n, '', live_k, ''), p.b.dtype)}",
         ]
         for m in range(p.m):
-            left = _load(p.a.at(self._z, str(m), "k", full=True), live_k, p.a.dtype)
+            left = load(p.a.at(self._z, str(m), "k", full=True), live_k, p.a.dtype)
             inside.append(f"acc{m} += right * {left}")
         self.lines += [loop, *(INDENT + line for line in inside)]
         for m in range(p.m):
@@ -294,11 +304,13 @@ def epilogue(p: Product, z: str, m: str, n: str, live: dict[str, str]) -> list[s
     """What becomes of y, the sums at positions m and n; live: masks by the axes they are of."""
     lines = [] if p.alpha == 1 else [f"y = y * {p.alpha!r}"]
     if p.bias is not None and p.beta != 0:
-        value = _load(p.bias.at(z, m, n), _limited(p.bias, live), p.bias.dtype)
+        value = load(p.bias.at(z, m, n), _limited(p.bias, live), p.bias.dtype)
         lines.append(f"y = y + {value}" if p.beta == 1 else f"y = y + {p.beta!r} * {value}")
+    if p.residual is not None:
+        lines.append(f"y = y + {load(p.residual.at(z, m, n), _limited(p.residual, live), p.residual.dtype)}")
     lines += ACTIVATIONS[p.act]
     if p.other is not None:
-        lines.append(f"y = y + {_load(p.other.at(z, m, n), _limited(p.other, live), p.other.dtype)}")
+        lines.append(f"y = y + {load(p.other.at(z, m, n), _limited(p.other, live), p.other.dtype)}")
     kept = f"d.narrow(y, {TYPES[p.out.dtype]})" if p.out.dtype in ex.LOW_PRECISION else "y"
     return [*lines, f"tl.store({p.out.at(z, m, n, full=True)}, {kept}{_mask(' & '.join(live.values()))})"]
 
@@ -319,7 +331,8 @@ def _mask(live: str | None) -> str:
     return f", mask={live}" if live else ""
 
 
-def _load(address: str, live: str | None, widened: torch.dtype | None = None) -> str:
+def load(address: str, live: str | None, widened: torch.dtype | None = None) -> str:
+    """The elements at an address, 0 where they are not live. widened: their dtype, for float32 of them."""
     text = f"tl.load({address}, mask={live}, other=0)" if live else f"tl.load({address})"
     return f"d.widen({text})" if widened in ex.LOW_PRECISION else text
 
@@ -347,7 +360,7 @@ def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
         *(f"y = y + {part}" for part in parts[1:]),
         *epilogue(p, "z" if p.batch != 1 else "0", "m", "n", {"zmn": "live"}),
     ]
-    operands = [o for o in (p.bias, p.other, p.out) if o is not None]
+    operands = [o for o in (p.bias, p.residual, p.other, p.out) if o is not None]
     params = [("scratch", torch.float32, False, _scratch(p, plan))]
     params += [(o.name, o.dtype, o is p.out, o.view.span) for o in operands]
     grid = f"(({host_text(total)}) + {FINISH - 1}) // {FINISH}"
@@ -356,4 +369,4 @@ def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
     return Launched(template, (None, *(o.view for o in operands)), _scratch(p, plan))
 
 
-__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "Writer", "kernels"]
+__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "Writer", "kernels", "load"]
