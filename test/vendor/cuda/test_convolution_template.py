@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ops.library import ACTIVATIONS, conv
 from dicp.schedule.defs import Buffer, View
-from dicp.vendor.cuda_graph.templates.convolution import Convolution, convolution, kernels
+from dicp.vendor.cuda_graph.templates.convolution import Convolution, convolution, image, kernels
 from dicp.vendor.cuda_graph.templates.product import Plan
 
 PLAN = Plan("tile", 32, 32, 32)
@@ -101,6 +103,19 @@ def test_low_precision(dtype: torch.dtype, config: Config) -> None:
 def test_images_that_vary_and_64_bit_positions(config: Config) -> None:
     check(*problem(symbolic=True), config, sizes=(2,))
     check(*problem(residual=False), config, wide=True)
+
+
+@pytest.mark.parametrize("alike", [(0,), (3,), (2, 3), (1,), (0, 2, 3), (0, 1, 2, 3)])
+def test_residuals_that_are_spread_out(alike: tuple[int, ...], config: Config) -> None:
+    """What is the same for some pixels is read under the mask of pixels all the same."""
+    made, tensors, _ = problem("1x1", residual=False)
+    shape = [1 if d in alike else n for d, n in enumerate(tensors["out"].shape)]
+    spread = torch.randn(shape).expand(tensors["out"].shape)
+    window = View(Buffer("residual", tuple(shape), spread.dtype, spread.stride()), spread.shape, spread.stride())
+    at = image("residual", window)
+    assert (at.strides[1] == 0) is ({0, 2, 3} <= set(alike))  # else it is not read under the mask of rows
+    want = F.conv2d(tensors["x"], tensors["w"], tensors["bias"]) + spread
+    check(replace(made, residual=at), tensors | {"residual": spread}, want.double(), config)
 
 
 def test_many_channels(config: Config) -> None:

@@ -34,8 +34,9 @@ class Image(Operand):
 
 
 def image(name: str, v: View) -> Image:
-    """Of a tensor with four dims."""
-    return Image(name, v, (0, v.strides[3], v.strides[1]))
+    """Of a tensor with four dims. Its stride along m only says whether it has one."""
+    moving = [s for d, s in enumerate(v.strides) if d != 1 and s != 0]
+    return Image(name, v, (0, moving[-1] if moving else 0, v.strides[1]))
 
 
 def _terms(at: dict[str, int], strides: Sequence[Index]) -> list[str]:
@@ -154,4 +155,4 @@ class _Writer(Writer):
         return not isinstance(rest, int) or rest < 0
 
 
-__all__ = ["Convolution", "Image", "convolution", "kernels"]
+__all__ = ["Convolution", "Image", "convolution", "image", "kernels"]
