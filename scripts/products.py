@@ -37,7 +37,7 @@ def through_float32(fn: Callable[..., Tensor], given: list[Tensor]) -> Tensor:
     return fn(*(t.float() for t in given)).to(given[0].dtype)
 
 
-def by_dicp(fn: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[Callable[[], Tensor], str]:
+def by_dicp(fn: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[functools.partial[Tensor], str]:
     """fn compiled for these operands, and which call serves it."""
     torch._dynamo.reset()
     compiled, seen = torch.compile(fn, backend="dicp_cpu"), []
@@ -62,28 +62,37 @@ def scaled(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
 
 
 def product(rows: int, depth: int, columns: int, turned: bool) -> None:
-    """GF/s of a float32 product, and the errors of oneDNN and dicp_cpu over MKL's, root mean square.
+    """GF/s of a float32 product by MKL, oneDNN and dicp_cpu, and how far each errs at most of operands of
+    one sign, in units in the last place of the largest result.
 
     turned: the left operand lies by columns, as in the gradient of a weight.
     """
     x = torch.randn(depth, rows).t() if turned else torch.randn(rows, depth)
     w = torch.randn(columns, depth)
-    compiled, name = by_dicp(lambda x, w: x @ w.t(), (x, w))
-    calls = [
-        lambda: x @ w.t(),
-        lambda: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""),
-        compiled,
-    ]
-    exact, flops = x.double() @ w.double().t(), 2.0 * rows * depth * columns
-    rates = [flops / ms / 1e6 for ms in alternating(calls)]
-    errors = [(call().double() - exact).norm().item() for call in calls]
+    compiled, name = by_dicp(by_mkl, (x, w))
+    flops = 2.0 * rows * depth * columns
+    libraries = [functools.partial(call, x, w) for call in (by_mkl, by_onednn)]
+    rates = [flops / ms / 1e6 for ms in alternating([*libraries, compiled])]
+    x, w = x.abs(), w.abs()
+    exact = x.double() @ w.double().t()
+    unit = torch.finfo(torch.float32).eps * exact.max().item()
+    results = by_mkl(x, w), by_onednn(x, w), compiled.func(x, w)
+    errors = [(result.double() - exact).abs().max().item() / unit for result in results]
     print(
         f"{rows:6} {depth:6} {columns:8}  {'turned' if turned else '':6}"
         + "".join(f"{rate:9.0f}" for rate in rates)
-        + "".join(f"{error / errors[0]:9.2f}" for error in errors[1:])
+        + "".join(f"{error:9.1f}" for error in errors)
         + f"  {name}",
         flush=True,
     )
+
+
+def by_mkl(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w.t()
+
+
+def by_onednn(x: Tensor, w: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def main() -> None:
@@ -99,8 +108,8 @@ def main() -> None:
     low_precision("patches", flops, lambda x, w: F.conv2d(x, w, stride=16), image, window)
     low_precision("24 products", 2.0 * 24 * 197**2 * 64, torch.bmm, r(24, 197, 64), r(24, 64, 197))
     int8_weights(128, 1024, 2816)
-    print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: oneDNN, dicp_cpu")
-    for depth in (256, 1024, 2816):
+    print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: MKL, oneDNN, dicp_cpu")
+    for depth in (256, 1024, 1152, 2048, 2816):
         for rows in (16, 64, 256, 1024):
             product(rows, depth, 1024, turned=False)
     for rows in (256, 1024):

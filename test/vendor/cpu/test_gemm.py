@@ -154,6 +154,17 @@ def test_which_products_they_serve(
     assert chosen(lambda x, w: x.t() @ w, x, w) == turned
     assert chosen(torch.bmm, x.expand(2, 300, 300), w.expand(2, 300, 300)) == batches
     assert chosen(torch.mm, x[:20, :20], w[:20, :20]) != "mm: tiles"  # not worth a unit's compile
+    deep = torch.randn(1100, 300)
+    assert chosen(torch.mm, deep.t().contiguous(), deep) == ("mm: tiles" if maker == "amd" else "mm: BLAS")
+    assert chosen(torch.mm, deep[:, :9].t().contiguous(), deep[:, :9]) == "mm: BLAS"
+
+
+@pytest.mark.chosen
+@pytest.mark.parametrize("rows, depth, columns", [(2, 1025, 2), (20, 1152, 9), (20, 1152, 300), (64, 2048, 64)])
+def test_deep_sums_of_one_sign(rows: int, depth: int, columns: int) -> None:
+    """One sum of all that many products errs more than twice as much as eager's."""
+    x, w = torch.rand(rows, depth), torch.rand(columns, depth)
+    check(lambda x, w: F.linear(x, w), x, w, claim=("BLAS", "tiles", "few rows"))
 
 
 def chosen(fn: Any, *args: torch.Tensor) -> str:

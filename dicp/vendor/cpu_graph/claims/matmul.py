@@ -44,9 +44,9 @@ def cpu_maker() -> str:
     return "amd" if "AuthenticAMD" in text else "intel" if "GenuineIntel" in text else "other"
 
 
-SHALLOW = 512
-"""Depth up to which oneDNN's float32 products err less than twice as much as MKL's without AVX-512: its AVX2
-kernels add all of it into one sum (scripts/products.py)."""
+SHALLOW = {True: 1024, False: 512}
+"""With AVX-512, and without: depth up to which oneDNN's float32 products err about twice as much as MKL's.
+Its kernels add all of it, with AVX-512 pieces of a thousand and more, into one sum (scripts/products.py)."""
 
 
 def prefers_onednn(node: fx.Node) -> bool:
@@ -70,8 +70,8 @@ def prefers_tiles(node: fx.Node) -> bool:
 
     They do where those have no products of a low precision. In float32 they are ahead of MKL at its peak for
     up to 256 rows, as fast for more, behind where x has to be transposed (scripts/products.py). Where MKL is
-    not at its peak, they serve what oneDNN does not: batches, where they take 0.8 to 1.2 of MKL's time, and
-    such x, where they are as fast.
+    not at its peak, they are as fast as oneDNN, and serve what that does not: deep sums, batches, where they
+    take 0.8 to 1.2 of MKL's time, and such x.
     """
     if gemm("product", node) is None:
         return False
@@ -79,13 +79,14 @@ def prefers_tiles(node: fx.Node) -> bool:
     if x.dtype in LOW:
         return not multiplies(x.dtype)
     by_rows = known_equal(x.stride(-1), 1) and not is_batched(node)
-    return cpu_maker() == "amd" and _from_memory(node) and by_rows != _halved_by_mkl()
+    ahead = not (by_rows and _onednn_serves(node)) if _halved_by_mkl() else by_rows
+    return cpu_maker() == "amd" and _from_memory(node) and ahead
 
 
 def _onednn_serves(node: fx.Node) -> bool:
     """Whether oneDNN has the dtype of a product, and is as exact as dicp's rule asks."""
     x = _left(node)
-    deep = x.dtype == torch.float32 and "avx512f" not in cpu_flags() and size_hint(x.shape[-1]) > SHALLOW
+    deep = x.dtype == torch.float32 and size_hint(x.shape[-1]) > SHALLOW["avx512f" in cpu_flags()]
     return onednn_has(x.dtype) and not deep
 
 
