@@ -119,12 +119,13 @@ VARYING: dict[str, Fn] = {  # x: [M, K], w: [N, K]
 @pytest.mark.parametrize("form", VARYING)
 def test_rows_that_vary(form: str, dtype: torch.dtype) -> None:
     """Each number of rows gives the bits of a compile for it alone: few by the template, many by the library."""
-    if form == "int8 weights" and dtype == torch.bfloat16 and multiplies(dtype):
-        pytest.skip("oneDNN multiplies bf16 here: int8 weights are cast for it where rows may be many")
     w = torch.randn(1032, 301, dtype=dtype) / 4
     varying = torch.compile(VARYING[form], backend="dicp_cpu", dynamic=True)
     seen: list[Compiled] = []
-    for rows in (40, 3, 8, 17, 4):
+    sizes = (3, 40, 8, 17, 4)
+    if form == "int8 weights" and dtype == torch.bfloat16 and multiplies(dtype):
+        sizes = (3, 8, 4)  # alone, oneDNN is given a copy in bf16 of weights that meet more rows
+    for rows in sizes:
         x = torch.randn(rows, 301, dtype=dtype)
         with observe(seen.append):
             got = varying(x, w)

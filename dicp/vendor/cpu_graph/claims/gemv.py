@@ -77,6 +77,12 @@ def gemv_or(label: str, node: fx.Node, other: Claim) -> Claim | None:
     return replace(other, name=f"{label}: few rows, or {other.name}", emit=emit, prepare=arguments_of)
 
 
+def seems_few(node: fx.Node) -> bool:
+    """Whether a product has few rows, if those that vary are as many as were seen while tracing."""
+    at = operands_of(node)
+    return at is not None and reads(node, at) and size_hint(_rows(node)) <= _most_rows(node, at)
+
+
 def _few(node: fx.Node, at: Operands) -> bool:
     """Whether a product has few rows (of a batch), whatever the sizes that vary."""
     rows = _rows(node)
@@ -122,4 +128,4 @@ def _emit(writer: Any, call: Call, at: Operands) -> None:
         writer.call_into(call, function, lambda result: arguments(writer, g, result))
 
 
-__all__ = ["FEW_ROWS", "gemv", "gemv_or"]
+__all__ = ["FEW_ROWS", "gemv", "gemv_or", "seems_few"]

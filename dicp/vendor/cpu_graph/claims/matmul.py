@@ -29,7 +29,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     onednn_has,
 )
 from dicp.vendor.cpu_graph.claims.gemm import gemm
-from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or
+from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
 from dicp.vendor.cpu_graph.claims.operands import is_batched, operands_of
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
@@ -305,10 +305,11 @@ def _linear_by_blas(w: Any, c: Call) -> None:
 
 
 def scaled_linear(node: fx.Node, config: Any) -> list[Claim]:
-    """Of int8 weights, which no library reads. Where oneDNN multiplies a low precision, it gets them cast."""
+    """Of int8 weights, which no library reads. Where oneDNN multiplies a low precision, it gets them cast,
+    unless rows seem to be few."""
     few, tiles = gemv("int8 linear", node), gemm("int8 linear", node)
     dtype = dtype_of(node)
-    if dtype in LOW and multiplies(dtype):
+    if dtype in LOW and multiplies(dtype) and not seems_few(node):
         tiles = None
     return _for_rows_that_vary("int8 linear", node, [claim for claim in (few, tiles) if claim is not None])
 
