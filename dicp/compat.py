@@ -204,6 +204,23 @@ def aot_compile(
         return _for_file(compiled) if must_save() else compiled
 
 
+def trace_again() -> type[BaseException]:
+    """What AOTAutograd raises to have Dynamo trace once more, without the symbols of numbers nothing uses."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    return TensorifyScalarRestartAnalysis
+
+
+def goes_with_its_symbol(node: Any) -> bool:
+    """Whether Dynamo leaves this call without users away when it traces again: its result is a tensor whose
+    number had a symbol (OutputGraph.remove_tensorify_specialized_graphargs)."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    memo = getattr(node.meta.get("example_value"), "item_memo", None)
+    name = getattr(getattr(getattr(memo, "node", None), "_expr", None), "name", None)
+    return name is not None and TensorifyState.should_specialize(name)
+
+
 def inputs_mutated_outside(graph: Any) -> set[Any]:
     """Placeholders of a forward graph whose new value is one of its results, which AOTAutograd copies to the
     input behind it."""

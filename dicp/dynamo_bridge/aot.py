@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from dicp import compat
 from dicp.compiler import Compiled, compile_graph, watched
 from dicp.dynamo_bridge import saved
 from dicp.dynamo_bridge.activations import Activations, result_names
+from dicp.dynamo_bridge.lost_writes import refuse_lost_writes
 from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes.norms import round_normalised
@@ -21,6 +23,7 @@ from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
 from dicp.vendor.base import takes_graphs
 
+ROLES = ("forward", "backward", "inference")
 GRADIENTS = (
     "dicp: freeze does nothing where gradients are computed, since weights are about to change then; "
     "call the model under torch.no_grad() or torch.inference_mode()"
@@ -40,59 +43,67 @@ def compile_joint(
         found = None if shortcut is None else shortcut.load()
     if found is not None:
         return found  # type: ignore[no-any-return]
+    parts = _Parts(gm, vendor, config, stored, shortcut)
+    try:
+        with saved.loading_under(vendor, config):
+            joint = compat.aot_compile(
+                gm,
+                example_inputs,
+                **{role: functools.partial(parts.compile, role) for role in ROLES},
+                decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
+                partitioned=parts.partitioned,
+                tag=tag,
+            )
+    except compat.trace_again():
+        refuse_lost_writes(gm)
+        raise
+    if shortcut is not None:
+        shortcut.note()
+    return joint  # type: ignore[no-any-return]
 
-    activations = Activations()
 
-    def inner(role: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-        def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            effects = _has_effects(graph)
-            if role == "forward":
-                compat.donate_nothing()
-            lays_out = role == "forward" and not effects and not takes_graphs(vendor)
-            if lays_out:
-                activations.free(graph)
-            elif role == "backward":
-                activations.take(graph)
-            names = result_names(graph) if lays_out else []
-            if role != "backward" and not effects:
-                view_written_inputs(graph, compat.views_of_inputs())
-            weights = compat.weights_of(gm) if config.freeze and role == "inference" else {}
-            if config.freeze and role == "forward":
-                warnings.warn(GRADIENTS, stacklevel=2)
-            compiled = compile_graph(graph, vendor, config, role, weights)
-            _count(compiled)
-            if lays_out:
-                activations.laid_out(names, compiled)
-            if not stored:
-                return compiled.call
-            return saved.saved(compiled, shortcut, late=not compat.bundling(), effects=effects)
+class _Parts:
+    """The graphs that AOTAutograd makes of one of Dynamo's."""
 
-        return compile_inner
+    def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any, stored: bool, shortcut: Any) -> None:
+        self.gm, self.vendor, self.config = gm, vendor, config
+        self.stored, self.shortcut = stored, shortcut
+        self.activations = Activations()
 
-    def partitioned(forward: fx.GraphModule, backward: fx.GraphModule, visible: int) -> None:
+    def compile(self, role: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        effects = _has_effects(graph)
+        if role == "forward":
+            compat.donate_nothing()
+        lays_out = role == "forward" and not effects and not takes_graphs(self.vendor)
+        if lays_out:
+            self.activations.free(graph)
+        elif role == "backward":
+            self.activations.take(graph)
+        names = result_names(graph) if lays_out else []
+        if role != "backward" and not effects:
+            view_written_inputs(graph, compat.views_of_inputs())
+        weights = compat.weights_of(self.gm) if self.config.freeze and role == "inference" else {}
+        if self.config.freeze and role == "forward":
+            warnings.warn(GRADIENTS, stacklevel=2)
+        compiled = compile_graph(graph, self.vendor, self.config, role, weights)
+        _count(compiled)
+        if lays_out:
+            self.activations.laid_out(names, compiled)
+        if not self.stored:
+            return compiled.call
+        return saved.saved(compiled, self.shortcut, late=not compat.bundling(), effects=effects)
+
+    def partitioned(self, forward: fx.GraphModule, backward: fx.GraphModule, visible: int) -> None:
+        """Edits a forward and its backward, given how many of the forward's results are not saved ones."""
         if _has_effects(forward):
             return
         round_normalised(forward, backward)
         made = rematerialize(forward, backward, visible)
-        activations.partitioned(backward, visible)
+        self.activations.partitioned(backward, visible)
         if made.values:
             size = f"{made.nbytes / 2**20:.1f} MiB"
-            say(f"{made.values} activations ({size}) are not kept: the backward makes them again", config)
-
-    with saved.loading_under(vendor, config):
-        joint = compat.aot_compile(
-            gm,
-            example_inputs,
-            forward=inner("forward"),
-            backward=inner("backward"),
-            inference=inner("inference"),
-            decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
-            partitioned=partitioned,
-            tag=tag,
-        )
-    if shortcut is not None:
-        shortcut.note()
-    return joint  # type: ignore[no-any-return]
+            what = f"{made.values} activations ({size}) are not kept: the backward makes them again"
+            say(what, self.config)
 
 
 def _has_effects(graph: fx.GraphModule) -> bool:

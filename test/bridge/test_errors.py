@@ -98,6 +98,36 @@ def test_a_fault_of_a_rule_names_op_and_line(monkeypatch: pytest.MonkeyPatch) ->
     assert f"{Path(__file__).name}:" in text and "# the faulty op" in text
 
 
+def counts_a_step(step, x):
+    step.add_(1)  # the write
+    return x * step
+
+
+def test_a_write_that_torch_would_lose_is_refused() -> None:
+    """Silently wrong under aot_eager and Inductor: float64, no dims, nothing reads what the call returns."""
+    x = r(3)
+    error = failure(counts_a_step, torch.tensor(1.0, dtype=torch.float64), x)
+    assert isinstance(error, DicpError)
+    text = str(error)
+    assert "lose this write" in text and "shape (1,)" in text
+    assert f"{Path(__file__).name}:" in text and "# the write" in text
+
+
+@pytest.mark.parametrize(
+    "step", [torch.tensor(1.0), torch.tensor([1.0], dtype=torch.float64), torch.tensor(1)]
+)
+def test_writes_to_other_counters_are_kept(step: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    x, given = r(3), step.clone()
+    close(torch.compile(counts_a_step, backend="dicp_cpu")(given, x), x * (step + 1))
+    assert torch.equal(given, step + 1)
+
+
+def test_numbers_that_are_only_read_are_traced_again() -> None:
+    scale, x = torch.tensor(1.5, dtype=torch.float64), r(3)
+    close(torch.compile(lambda s, x: x * s.sin(), backend="dicp_cpu")(scale, x), x * scale.sin())
+
+
 def test_strict_lets_library_calls_pass() -> None:
     x = r(4, 4)
     close(
