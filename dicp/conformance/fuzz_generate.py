@@ -55,6 +55,11 @@ class _Variables:
     def all_exact(self, names: list[str]) -> bool:
         return all(self.exact[v] for v in names)
 
+    def may_be_written(self, name: str) -> bool:
+        """Not leaves, and not what torch loses writes to (dynamo_bridge/lost_writes.py)."""
+        x = self.values[name]
+        return name not in self.grads and not (x.dim() == 0 and x.dtype == torch.float64)
+
 
 def generate(seed: int, longest: int = 14) -> Program:
     """A random program that eager runs, at both sizes if it is dynamic."""
@@ -143,7 +148,7 @@ def _statement(rng: random.Random, made: _Variables, name: str) -> Statement | N
     rule: Rule = rng.choices(RULES, [r.weight for r in RULES])[0]
     for _ in range(DRAWS):
         args = _operands(rng, rule, list(made.values))
-        if rule.inplace and args[0] in made.grads or rule.exact_in and not made.all_exact(args):
+        if rule.inplace and not made.may_be_written(args[0]) or rule.exact_in and not made.all_exact(args):
             continue
         text = rule.make(rng, [made.values[v] for v in args])
         if text is not None:
