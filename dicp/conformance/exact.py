@@ -19,6 +19,7 @@ def _polygamma(n: int, x: float) -> float:
 # by operator: (x, further arguments of the call) -> value
 FUNCTIONS: dict[str, Callable[..., float]] = {
     "digamma": lambda x: _polygamma(0, x),
+    "special.polygamma.special_polygamma_n_0": lambda x, n: _polygamma(n, x),
     **{f"polygamma.polygamma_n_{k}": lambda x, n: _polygamma(n, x) for k in range(5)},
 }
 

@@ -155,17 +155,18 @@ def _statement(rng: random.Random, made: _Variables, name: str) -> Statement | N
             break
     else:
         return None
-    exact = rule.inplace or rule.name == "view" or (rule.exact and made.all_exact(args))
-    s = Statement(None if rule.inplace else name, text, tuple(args), not exact, rule.name)
+    exact = rule.name == "view" or (rule.exact and made.all_exact(args))
+    noisy = any(w in text for w in ROUNDING_WRITES) if rule.inplace else not exact
+    s = Statement(None if rule.inplace else name, text, tuple(args), noisy, rule.name)
     result = _tried(s, made)
     if result is None:
         return None
-    if any(_memory(result) == _memory(made.values[v]) for v in args):
-        s = replace(s, noisy=False)
     if rule.inplace:
-        if not made.all_exact(args) or any(w in text for w in ROUNDING_WRITES):
+        if s.noisy or not made.all_exact(args):
             _spoil(made, args[0])
         return s
+    if any(_memory(result) == _memory(made.values[v]) for v in args):
+        s = replace(s, noisy=False)
     made.values[name] = result
     made.exact[name] = (
         not is_inexact(result.dtype) or rule.name == "factory" or (rule.exact and made.all_exact(args))

@@ -92,8 +92,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Statement:
-    """`out = text` with `{0}`, `{1}` filled by args; out None for writes. noisy: its result is rounded.
-    `{rounded}(...)` in the text: a part of it whose result is rounded, too."""
+    """`out = text` with `{0}`, `{1}` filled by args; out None for writes. noisy: its result, or what it
+    writes to args[0], is rounded. `{rounded}(...)` in the text: a part of it whose result is rounded, too."""
 
     out: str | None
     text: str
@@ -124,9 +124,9 @@ class Program:
     sizes2: tuple[tuple[int, ...], ...] = ()
 
     def source(self, noisy: bool = False, copies: frozenset[str] = frozenset()) -> str:
-        """The function's text. noisy: for the reference, in fp64, with `push` around rounding statements and
-        `pull` around what they read; copies: results that are copies in the program, and would be their
-        operands in fp64.
+        """The function's text. noisy: for the reference, in fp64, with `push` around rounding statements
+        (`jitter` behind writes) and `pull` around what they read; copies: results that are copies in the
+        program, and would be their operands in fp64.
         """
         lines = [f"def f({', '.join(i.name for i in self.inputs)}):"]
         for s in self.body:
@@ -137,6 +137,8 @@ class Program:
             if noisy and s.out in copies:
                 line += ".clone()"
             lines.append("    " + line)
+            if noisy and s.noisy and s.out is None:
+                lines.append(f"    jitter({s.args[0]}, {s.args[0]!r})")
         lines.append(f"    return ({''.join(o + ', ' for o in self.outputs)})")
         text = "\n".join(lines)
         if not noisy:
@@ -212,6 +214,10 @@ def reference(
             eps *= max(1.0, max((o.numel() for o in operands), default=0) / x.numel()) ** 0.5
         return moved(x, eps)
 
+    def jitter(x: torch.Tensor, name: str) -> None:
+        if push_seed and tolerance.is_inexact(x.dtype):
+            x.copy_(moved(x, torch.finfo(kinds[name]).eps))
+
     wide = [
         a.detach().to(tolerance.wide(a.dtype)).requires_grad_(a.requires_grad)
         if tolerance.is_inexact(a.dtype)
@@ -226,7 +232,8 @@ def reference(
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        return run(function(p.source(noisy=True, copies=copies), push=push, pull=pull), p, wide)
+        f = function(p.source(noisy=True, copies=copies), push=push, pull=pull, jitter=jitter)
+        return run(f, p, wide)
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     finally:

@@ -334,6 +334,17 @@ def test_integer_products_take_the_whole_part_of_factors(dtype: torch.dtype) -> 
 @pytest.mark.skipif(
     torch.__version__.startswith(("2.11", "2.12")), reason="their Dynamo fails on a tensor as value="
 )
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("sizes", [(1, 2809), (300, 3), (1000, 1000)])
+def test_sums_of_equal_terms(sizes: tuple[int, int], dim: int | None) -> None:
+    """Each addition errs the same way: added up one after the other, a million of them lose two digits."""
+    x = torch.full(sizes, 0.6931472)
+    exact, eager = x.double().sum(dim), x.sum(dim)
+    got = torch.compile(lambda x: x.sum(dim), backend="dicp_cpu")(x)
+    unit = torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (got - exact).abs().max() <= 2 * (eager - exact).abs().max() + 4 * unit
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8])
 def test_common_divisors_of_the_smallest_integers(dtype: torch.dtype) -> None:
     """Their magnitude is out of range, and eager's Euclid goes on with what is left of it: gcd(-128, 127) = -1."""

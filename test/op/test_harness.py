@@ -483,6 +483,19 @@ def test_rounding_moves_complex_numbers_by_their_size() -> None:
         torch.testing.assert_close(part, torch.full_like(part, torch.finfo(torch.complex64).eps))
 
 
+def test_what_is_written_may_be_rounded_too() -> None:
+    """In float32, whatever is read of it as float64 later."""
+    from dicp.conformance.fuzz_program import Input, Program, Statement, differs, function, inputs_of, run
+
+    write = Statement(None, "{0}.tanh_()", ("x0",), True, "write")
+    read = Statement("v0", "{0}.to(torch.float64)", ("x0",), True, "cast")
+    p = Program(1, (Input("x0", (3,), "float32"),), (write, read), ("v0",), False, False)
+    eager = run(function(p.source()), p, inputs_of(p))
+    (v0,), grads, given = eager
+    for off, found in ((1e-7, False), (1e-4, True)):
+        assert (differs(p, False, eager, ([v0 * (1 + off)], grads, given)) is not None) is found
+
+
 def test_second_sizes_are_small_too() -> None:
     """One of these once had inputs of 64^4 elements, and looked like a hang."""
     from dicp.conformance.fuzz_generate import LARGE, SMALL, generate

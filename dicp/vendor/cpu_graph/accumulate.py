@@ -11,7 +11,7 @@ from dicp.vendor.cpu_graph.expression import SCALAR, VECTOR, ExpressionWriter, S
 from dicp.vendor.cpu_graph.loops import Shape
 
 COLUMN_UNROLL = 4  # vectors of results one core accumulates at a time: whole cache lines per row
-LONG_SUM = 1024  # additions per lane above which a float sum is taken in parts
+LONG_SUM = 32  # additions per lane above which a float sum is taken in parts: equal terms err all one way
 
 
 class Accumulators:
@@ -44,12 +44,7 @@ class Accumulators:
         if vectors and rows:
             value = f"blend(lanes, {value}, {literal(start, s.value.dtype)})"
         if s.kind == "sum" and s.value.dtype.is_floating_point and self._long():
-            zero = init(literal(0.0, s.value.dtype))
-            before.append(
-                f"LongSum<{kind}> {name}{array}" + (f" = {{{zero}, {zero}, 0}};" if not array else ";")
-            )
-            if array:
-                before.append(f"for (auto& a : {name}) a = {{{zero}, {zero}, 0}};")
+            self._declare(before, f"LongSum<{kind}>", name, array, "{}")
             scope.lines.append(f"{acc}.add({value});")
             return
         self._declare(before, kind, name, array, init(literal(start, s.value.dtype)))
@@ -187,8 +182,8 @@ class Accumulators:
 
     def _long(self) -> bool:
         extent = ix.product(a.size for a in self.shape.inner)
-        per_lane = LONG_SUM * (self.lanes if self.shape.kind == "rows" and self.vectors else 1) // 4
-        return not isinstance(extent, int) or extent > per_lane
+        lanes = self.lanes if self.shape.kind == "rows" and self.vectors else 1
+        return not isinstance(extent, int) or extent > LONG_SUM * lanes
 
     def scan(self, s: Scan, scope: Scope, before: list[str]) -> None:
         """One step of an inclusive scan; its refs are the running state."""

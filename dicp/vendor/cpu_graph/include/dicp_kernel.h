@@ -41,19 +41,22 @@ template <class V, class N> DICP_INLINE V nonzero(V x, int32_t* flag, N lanes, b
   }
 }
 
-// A float sum whose rounding error grows with n / 64, not n: parts of 64 steps are added up on their own.
+// A float sum whose rounding error grows with n / 1024, not n: parts of 32 steps are added up on their own, and 32 of those.
 template <class V> struct LongSum {
-  V part, total;
-  int steps;
+  V part = splat_any(0), total = splat_any(0), grand = splat_any(0);
+  uint32_t steps = 0;
   DICP_INLINE void add(V v) {
     part = part + v;
-    if (++steps == 64) {
+    if (++steps % 32 == 0) {
       total = total + part;
       part = splat_any(0);
-      steps = 0;
+      if (steps % 1024 == 0) {
+        grand = grand + total;
+        total = splat_any(0);
+      }
     }
   }
-  DICP_INLINE V result() const { return total + part; }
+  DICP_INLINE V result() const { return grand + (total + part); }
   static DICP_INLINE V splat_any(scalar<V> s) {
     if constexpr (is_vec<V>) return splat<V>(s);
     else return s;
