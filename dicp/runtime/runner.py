@@ -389,9 +389,9 @@ class Runner:
 
     def _output(self, o: Any) -> str:
         if isinstance(o, View):
-            # AOTAutograd would make the view again of the caller's input, which a call may have viewed as
-            # another dtype, from what a result says that it is a view of
-            made = self.lowered.buffers[self.plan.find(o.buffer.name)].kind in ("library", "extern")
+            # Not as a view of what only this program knows: AOTAutograd would make it again from an input,
+            # which a call may have viewed as another dtype, and autograd would forbid writes to it.
+            made = self.lowered.buffers[self.plan.find(o.buffer.name)].kind != "input"
             text = self._view(o)
             return f"{text}.detach()" if made and ".as_strided(" in text else text
         if isinstance(o, tuple) and o and o[0] == "input":
