@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from dicp.bench.measure import alternating
 from dicp.compiler import observe
+from dicp.vendor.cpu_graph.claims import matmul
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -87,6 +89,21 @@ def product(rows: int, depth: int, columns: int, turned: bool) -> None:
     )
 
 
+def tiles(rows: int, depth: int, columns: int) -> None:
+    """GF/s of a float32 linear layer by MKL, and compiled, by oneDNN and by tiles, whatever dicp prefers."""
+    given = (torch.randn(rows, depth), torch.randn(columns, depth))
+    calls, names = [functools.partial(F.linear, *given)], ["MKL"]
+    for shallow, prefers in ((1 << 30, lambda node: False), (0, lambda node: True)):
+        depths = {True: shallow, False: shallow}
+        with patch.object(matmul, "SHALLOW", depths), patch.object(matmul, "prefers_tiles", prefers):
+            compiled, name = by_dicp(lambda x, w: F.linear(x, w), given)
+        calls.append(compiled)
+        names.append(name)
+    rates = [2.0 * rows * depth * columns / ms / 1e6 for ms in alternating(calls, 15)]
+    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in zip(names, rates, strict=True))
+    print(f"compiled {rows}x{depth}x{columns}: {figures}", flush=True)
+
+
 def by_mkl(x: Tensor, w: Tensor) -> Tensor:
     return x @ w.t()
 
@@ -108,6 +125,9 @@ def main() -> None:
     low_precision("patches", flops, lambda x, w: F.conv2d(x, w, stride=16), image, window)
     low_precision("24 products", 2.0 * 24 * 197**2 * 64, torch.bmm, r(24, 197, 64), r(24, 64, 197))
     int8_weights(128, 1024, 2816)
+    for depth, columns in ((1024, 1024), (1024, 2816), (2048, 2048), (2816, 1024), (768, 3072)):
+        for rows in (16, 128, 1024):
+            tiles(rows, depth, columns)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: MKL, oneDNN, dicp_cpu")
     for depth in (256, 1024, 1152, 2048, 2816):
         for rows in (16, 64, 256, 1024):

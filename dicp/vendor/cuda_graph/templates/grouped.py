@@ -117,18 +117,15 @@ class _Writer(Writer):
         if p.axis == "k":
             return super()._positions()
         masks: list[str | None] = []
-        for axis, extent, block in (("m", p.m, plan.m), ("n", p.n, plan.n)):
+        for axis, extent, size in (("m", p.m, plan.m), ("n", p.n, plan.n)):
+            block = f"B{axis.upper()}"
+            start = "first" if axis == p.axis else f"tile_{axis} * {block}"
+            self.lines.append(f"{axis} = ({start} + tl.arange(0, {block})).to(INDEX)")
             if axis == p.axis:
-                self.lines += [
-                    f"{axis} = (first + tl.arange(0, B{axis.upper()})).to(INDEX)",
-                    f"live_{axis} = {axis} < last",
-                ]
+                self.lines.append(f"live_{axis} = {axis} < last")
                 masks.append(f"live_{axis}")
             else:
-                self.lines.append(
-                    f"{axis} = (tile_{axis} * B{axis.upper()} + tl.arange(0, B{axis.upper()})).to(INDEX)"
-                )
-                masks.append(self._live(axis, extent, block, axis))
+                masks.append(self._live(axis, extent, size, axis))
         return masks[0], masks[1]
 
     @property
