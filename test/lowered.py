@@ -197,7 +197,8 @@ class Memory:
 
     def _output(self, o: Any, inputs: Sequence[Any]) -> Any:
         if isinstance(o, View):
-            return self.of(o.buffer).as_strided(
+            memory = self.of(o.buffer)
+            return (memory if o.seen_as is None else memory.view(o.seen_as)).as_strided(
                 [self.number(n) for n in o.shape], [self.number(s) for s in o.strides], self.number(o.offset)
             )
         if isinstance(o, tuple) and o and o[0] == "input":

@@ -373,6 +373,9 @@ class Runner:
         if root in self.plan.borrowed:
             return self._within(v)
         name = self._tensor_name(v.buffer.name)
+        if v.seen_as is not None:
+            first = f"{name}.storage_offset() * {v.buffer.dtype.itemsize} // {v.seen_as.itemsize}"
+            return f"within({name}, {first} + {self._text(v.offset)}, {shape}, {strides}, {v.seen_as})"
         owner = self.lowered.buffers.get(root, v.buffer)
         whole = v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides
         if whole:

@@ -66,8 +66,11 @@ def _span(shape: Shape, strides: Shape) -> Index:
 
 @dataclass(eq=False)
 class View:
-    """A strided window on a buffer: what library and extern calls take as a tensor. Of a result: conj, neg
-    say that its elements are conjugates, negatives, of those in memory (torch's bits of a tensor)."""
+    """A strided window on a buffer: what library and extern calls take as a tensor.
+
+    Of a result only: conj, neg say that its elements are conjugates, negatives, of those in memory (torch's
+    bits of a tensor); seen_as, that what lies in memory is read as another dtype, in whose elements strides
+    and offset are then."""
 
     buffer: Buffer
     shape: Shape
@@ -75,6 +78,7 @@ class View:
     offset: Index = 0
     conj: bool = False
     neg: bool = False
+    seen_as: torch.dtype | None = None
 
     @property
     def span(self) -> Index:

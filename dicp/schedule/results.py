@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from dicp.compat import shares_memory
 from dicp.ir import expr as ex
+from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
@@ -149,7 +150,8 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         return value
     if isinstance(value, Buffer):
         return _piece_of(low, r, mutated) or View(value, value.shape, value.strides)
-    if any(_bits(r)) and view_root(r).op == "placeholder" and (piece := _piece_of(low, r, mutated)):
+    placed = any(_bits(r)) and view_root(r).op == "placeholder" or _shares(low, r)
+    if placed and (piece := _piece_of(low, r, mutated)):
         return piece
     shape, strides = low._sizes(val.shape), low.dense.get(r) or low._sizes(val.stride())
     idx = low._vars(shape)
@@ -189,14 +191,32 @@ def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
     """A view as traced of what lies in a buffer, as that buffer's own, where no kernel makes it: a library is
     told of no storage, and AOTAutograd takes the place from the tensor that is returned, and whether it is
     conjugated or negated."""
-    base, ahead = _place(low, view_root(r)), _ahead(r)
-    if base is None or ahead is None or base[0].name in mutated or base[0].dtype != r.meta["val"].dtype:
+    root, shared = view_root(r), _shares(low, r)
+    base, ahead = _place(low, root), _ahead(r)
+    if base is None or ahead is None or base[0].name in mutated:
         return None
-    val, seen = r.meta["val"], view_root(r).meta["val"]
-    if view_root(r).op != "placeholder" and (seen.is_conj() or seen.is_neg()):
+    buffer, val, seen = base[0], r.meta["val"], root.meta["val"]
+    if root.op != "placeholder" and (seen.is_conj() or seen.is_neg()):
         return None  # what was traced as a marked tensor is computed as one that is not
-    offset = base[1] + low._sizes((ahead,))[0]
-    return View(base[0], low._sizes(val.shape), low._sizes(val.stride()), offset, *_bits(r))
+    if buffer.dtype != (seen if shared else val).dtype:
+        return None
+    if shared:
+        memory = _memory_of(low, buffer)
+        if memory.kind in ("input", "constant") or low.returned.setdefault(buffer.name, root) is not root:
+            return None
+        if memory.kind == "temp":
+            memory.kind = "output"
+    first = base[1] * seen.dtype.itemsize + low._sizes((ahead,))[0]
+    offset = ix.floordiv(first, val.dtype.itemsize)
+    seen_as = val.dtype if val.dtype != buffer.dtype else None
+    return View(buffer, low._sizes(val.shape), low._sizes(val.stride()), offset, *_bits(r), seen_as)
+
+
+def _shares(low: Lowering, r: fx.Node) -> bool:
+    """Whether a result is a view of what others show too, maybe as another dtype. Not of an input: views of
+    those AOTAutograd makes anew."""
+    root = view_root(r)
+    return r is not root and root.op != "placeholder" and root in low.readers.shared
 
 
 def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, Index] | None:
@@ -208,7 +228,8 @@ def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, In
     base, ahead = _place(low, view_root(r)), _ahead(r)
     if base is None or ahead is None or base[0] is not buffer or any(_bits(r)):
         return None
-    return low._sizes(r.meta["val"].stride()), base[1] + low._sizes((ahead,))[0]
+    itemsize = buffer.dtype.itemsize
+    return low._sizes(r.meta["val"].stride()), base[1] + ix.floordiv(low._sizes((ahead,))[0], itemsize)
 
 
 def _place(low: Lowering, root: fx.Node) -> tuple[Buffer, Index] | None:
@@ -228,12 +249,12 @@ def _place(low: Lowering, root: fx.Node) -> tuple[Buffer, Index] | None:
 
 
 def _ahead(r: fx.Node) -> Any:
-    """By how many elements a view begins behind what it is a view of; None where it is none as traced."""
+    """By how many bytes a view begins behind what it is a view of; None where it is none as traced."""
     root = view_root(r)
     val, seen = r.meta["val"], root.meta.get("val")
     if r is root or not isinstance(seen, torch.Tensor) or not shares_memory(val, seen):
         return None
-    return val.storage_offset() - seen.storage_offset()
+    return val.storage_offset() * val.dtype.itemsize - seen.storage_offset() * seen.dtype.itemsize
 
 
 def _bits(r: fx.Node) -> tuple[bool, bool]:

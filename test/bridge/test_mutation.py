@@ -242,6 +242,13 @@ RESULTS = {
         lambda x: ((y := x * 2), y.flatten()[1:3], y.view(-1)[3:7].view(2, 2)),
         r(3, 5, 7),
     ),
+    "result_and_its_bits": (lambda x: ((y := x * 2).view(torch.int32)[1:], y), r(4, 5)),
+    "result_and_its_parts": (lambda x: ((y := x * 2), torch.view_as_real(y), y.real[:, 2:], y.imag), c(4, 6)),
+    "parts_as_complex": (lambda x: ((y := torch.view_as_complex(x * 2))[:, 2:], y), r(4, 6, 2)),
+    "complex_written_by_parts": (
+        lambda x: ((y := x * 2).tensor_split(2, 1)[1], torch.view_as_real(y).sub_(1), y),
+        c(4, 6),
+    ),
 }
 
 
@@ -286,12 +293,28 @@ def test_results_alias_as_eagers_do(name: str, dynamic: bool) -> None:
 @pytest.mark.parametrize(
     "name",
     """piece_of_flat_input piece_of_flat_complex result_and_flat_piece view_of_temporary conjugated_result
-    piece_of_conjugate piece_of_conjugated_input piece_of_negated_input""".split(),
+    piece_of_conjugate piece_of_conjugated_input piece_of_negated_input parts_as_complex""".split(),
 )
 def test_results_with_gradients_alias_as_eagers_do(name: str) -> None:
     """AOTAutograd makes those views again, of the result that they are views of."""
     fn, x = RESULTS[name]
     check(fn, x.clone().requires_grad_(), dynamic=True)
+
+
+def test_a_result_seen_as_complex_lies_where_gradients_know_it() -> None:
+    """AOTAutograd makes the piece again from the result, at the place where ours lies."""
+
+    def f(x):
+        y = torch.triu(x, 1)
+        piece = y.tensor_split(2, 1)[1]
+        torch.view_as_real(y).sub_(1)
+        return piece, y
+
+    compiled = torch.compile(f, backend="dicp_cpu", dynamic=True)
+    for rows, columns in ((2, 3), (6, 8)):
+        x = c(rows, columns).requires_grad_()
+        for got, wanted in zip(compiled(x), f(x), strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 def test_a_conjugate_is_a_bit() -> None:
