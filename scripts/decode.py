@@ -9,7 +9,6 @@ The bandwidth is that of the fastest way to read known: each thread four streams
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -18,46 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dicp.bench import arms, workloads
-from dicp.config import Config
-from dicp.vendor.cpu_graph.build import Unit, build
-
-READ = """\
-#include "dicp_kernel.h"
-using namespace dicp;
-extern "C" int omp_get_max_threads();
-extern "C" __attribute__((visibility("default"))) float read_all(const float* p, int64_t n) {
-  float total = 0;
-  const int64_t threads = omp_get_max_threads(), share = n / threads, stream = share / 4 / LANES * LANES;
-#pragma omp parallel for schedule(static) reduction(+ : total)
-  for (int64_t t = 0; t < threads; ++t) {
-    const float* q = p + t * share;
-    vf32 a = {}, b = {}, c = {}, d = {};
-    for (int64_t i = 0; i < stream; i += LANES) {
-      a += load(q + i, Full());
-      b += load(q + stream + i, Full());
-      c += load(q + 2 * stream + i, Full());
-      d += load(q + 3 * stream + i, Full());
-    }
-    total += hsum(a + b + c + d);
-  }
-  return total;
-}
-"""
-FLOATS = 48 << 20
+from dicp.bench import arms, ceilings, measure, workloads
 
 
 def bandwidth() -> float:
-    """GB/s, the median of nine reads of 200 MB."""
-    library = build([Unit("read_all", READ)], Config.make())
-    read = ctypes.CFUNCTYPE(ctypes.c_float, ctypes.c_void_p, ctypes.c_int64)(library.address("read_all"))
-    data = torch.ones(FLOATS)
-    times = []
-    for _ in range(10):
-        begun = time.perf_counter()
-        read(data.data_ptr(), FLOATS)
-        times.append(time.perf_counter() - begun)
-    return FLOATS * 4 / statistics.median(times[1:]) / 1e9
+    """GB/s, the median of ten reads."""
+    read = ceilings.reading()
+    return read.rate(statistics.median(measure.seconds(read.call) for _ in range(10)) * 1e3)
 
 
 class Int8Linear(nn.Module):

@@ -134,6 +134,38 @@ def _throughput(rows: list[Row]) -> Table | None:
     )  # fmt: skip
 
 
+def floor_ms(row: Row) -> float | None:
+    """The time below which a call cannot take as many operations as written, or reads of its weights."""
+    if "gflops" not in row or "flops" not in row:
+        return None
+    arithmetic, reading = row["flops"] / row["gflops"] / 1e6, row["weight_bytes"] / row["read_gb_per_s"] / 1e6
+    return float(max(arithmetic, reading))
+
+
+def _roofline(rows: list[Row]) -> Table | None:
+    """How near dicp comes to what the machine can do, and how far ahead of its peers anyone could be."""
+    lines, ahead = [], []
+    for row in rows:
+        floor = floor_ms(row)
+        mine = best(row, "ms", [n for n in row["contestants"] if contestants.get(n).is_dicp])
+        theirs = best(row, "ms", [n for n in row["contestants"] if not contestants.get(n).is_dicp])
+        if floor is None or mine is None:
+            continue
+        possible = theirs[0] / floor if theirs else None
+        ahead += [possible] if possible else []
+        shown = (row["flops"] / 1e9, row["gflops"], row["read_gb_per_s"], floor, mine[0])
+        lines.append(
+            [label(row), *(_number(x, 1) for x in shown), f"{100 * floor / mine[0]:.0f} %", _number(possible)]
+        )
+    if not lines:
+        return None
+    if ahead:
+        lines.append(["geometric mean", *[""] * 6, _number(geometric_mean(ahead))])
+    heads = ["", "GFLOP", "GFLOP/s", "GB/s", "floor, ms", "dicp", "floor / dicp", "best peer / floor"]
+    title = "Roofline: what the machine can do; the floor: products as written, or weights read once"
+    return Table(title, heads, lines)
+
+
 def _overhead(results: Results) -> Table | None:
     found = results.get("overhead")
     if not found:
@@ -152,6 +184,7 @@ def tables(results: Results) -> list[Table]:
     found = [
         _table(rows, "Time of a call, ms (medians of alternating rounds in one process)", "ms"),
         _throughput(rows),
+        _roofline(rows),
         _table(rows, "Cold compile, s (first call less a steady one; fresh process, empty caches)",
                "cold_s", compilers=True),
         _table(rows, "Warm compile, s (the same in a second process, with the caches that the first filled)",

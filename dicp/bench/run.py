@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dicp.bench import contestants, measure
+from dicp.bench import ceilings, contestants, measure
 from dicp.bench.workloads import WORKLOADS, Call, Setting, cost
 from dicp.compiler import Compiled, observe
 from dicp.config import env_names
@@ -49,7 +49,8 @@ class Job:
 
 
 def work(job: Job) -> Figures:
-    """In the worker process: figures by contestant (and "cost", what a call has to do)."""
+    """In the worker process: figures by contestant (and "cost", what a call has to do; "ceilings", what the
+    machine can)."""
     for name in job.contestants:
         contestants.get(name).load()
     takers = {"steady": _steady, "compile": _compile, "own": _own, "memory": _memory, "overhead": _overhead}
@@ -67,7 +68,8 @@ def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _steady(job: Job) -> Figures:
-    """Milliseconds of a call, and how far its result is from the first contestant's."""
+    """Milliseconds of a call, and how far its result is from the first contestant's; with dicp among them,
+    also what the machine can do at the most."""
     workload = WORKLOADS[job.workload]
     found: Figures = {"cost": asdict(cost(workload, job.setting))}
     calls: dict[str, Call] = {}
@@ -84,10 +86,23 @@ def _steady(job: Job) -> Figures:
         calls[name] = call
         first = result if first is None else first
         found[name] = {"difference": _difference(result, first)}
-    for name, seen in zip(calls, measure.turns(list(calls.values()), job.rounds)):
+    loads = _loads(job) if any(contestants.get(name).is_dicp for name in calls) else {}
+    turns = measure.turns([*calls.values(), *(load.call for load in loads.values())], job.rounds)
+    if loads:
+        medians = map(statistics.median, turns[len(calls) :])
+        rates = {name: load.rate(ms) for (name, load), ms in zip(loads.items(), medians)}
+        reads = rates.pop("reading")
+        found["ceilings"] = {"gflops": max(rates.values()), "read_gb_per_s": reads}
+    for name, seen in zip(calls, turns):
         quartiles = statistics.quantiles(seen, n=4)
         found[name] |= {"ms": statistics.median(seen), "ms_quartiles": [quartiles[0], quartiles[2]]}
     return found
+
+
+def _loads(job: Job) -> dict[str, ceilings.Load]:
+    """What shows the most that the machine can do, in turns with the contestants."""
+    arithmetic = ceilings.arithmetic(job.setting.dtype)
+    return {f"arithmetic {k}": load for k, load in enumerate(arithmetic)} | {"reading": ceilings.reading()}
 
 
 def _compile(job: Job) -> Figures:
@@ -211,7 +226,7 @@ def measure_row(kinds: Sequence[str], job: Job, repeat: int) -> Figures:
     parts: list[Figures] = []
     if "steady" in kinds:
         parts.append(in_process(job))
-        row |= parts[-1].pop("cost", {})
+        row |= parts[-1].pop("cost", {}) | parts[-1].pop("ceilings", {})
     compilers = tuple(name for name in names if contestants.get(name).backend is not None)
     if "compile" in kinds:
         parts.append(

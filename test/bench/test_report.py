@@ -48,6 +48,18 @@ def test_geometric_mean_and_throughput(results: dict[str, Any]) -> None:
     assert throughput.lines[0] == ["bert fp32, tokens/s", "3333.3", "5000.0", "10000.0", "200.0", "100.0"]
 
 
+def test_roofline(results: dict[str, Any]) -> None:
+    """The floor is the slower of arithmetic and reading; the rest of the table is relative to it."""
+    results["rows"][0] |= {"gflops": 250.0, "read_gb_per_s": 500.0}
+    results["rows"][1] |= {"gflops": 1000.0, "read_gb_per_s": 250.0}
+    roofline = report.tables(results)[2]
+    assert [line[4:] for line in roofline.lines] == [
+        ["8.0", "10.0", "80 %", "2.50"],
+        ["4.0", "10.0", "40 %", "1.25"],
+        ["", "", "", "1.77"],
+    ]
+
+
 def test_plot_without_matplotlib_says_so(
     results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

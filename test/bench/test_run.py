@@ -32,6 +32,14 @@ def test_one_that_fails_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) 
     assert "failed" in found["broken"]
 
 
+def test_ceilings_are_measured_beside_the_contestants() -> None:
+    for dtype in ("fp32", "bf16"):
+        found = run.work(run.Job("steady", "convnext", Setting("inference", dtype, "small"), ("dicp_cpu",), 3))
+        assert found["ceilings"]["gflops"] > 1
+        assert found["ceilings"]["read_gb_per_s"] > 0.1
+        assert found["dicp_cpu"]["ms"] > 0
+
+
 def test_worker_that_dies_is_a_failure() -> None:
     found = run.in_process(run.Job("steady", "no such model", SMALL, ("eager",)))
     assert "no such model" in found["eager"]["failed"]
