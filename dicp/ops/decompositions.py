@@ -56,6 +56,8 @@ def decomposition_table(
             wanted = not kernels and op in core
         if wanted:
             out[op] = fn
+    for median in (torch.ops.aten.median.dim, torch.ops.aten.nanmedian.dim) if kernels else ():
+        out[median] = of_elements_apart(median)
     for product in [getattr(torch.ops.aten, name).default for name in PRODUCTS] if kernels else []:
         out[product] = split_product(out.get(product))
     return out
@@ -73,6 +75,18 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
     return out
+
+
+def of_elements_apart(op: OpOverload) -> Decomposition:
+    """The op on a dense copy where elements of its operand share a place: torch's kernel, which selects in
+    place, gives whatever memory held there, in eager too."""
+
+    def decomposed(x: Any, dim: int, keepdim: bool = False) -> Any:
+        if not any(isinstance(s, int) and s == 0 and n != 1 for s, n in zip(x.stride(), x.shape)):
+            return NotImplemented
+        return op(x.clone(memory_format=torch.contiguous_format), dim, keepdim)
+
+    return decomposed
 
 
 def split_product(otherwise: Decomposition | None) -> Decomposition:

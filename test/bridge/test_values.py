@@ -400,3 +400,13 @@ def test_trigamma_has_all_its_digits() -> None:
     found = torch.compile(lambda x: torch.polygamma(1, x), backend="dicp_cpu")(x)
     exact = torch.tensor([float(mpmath.polygamma(1, a)) for a in x.tolist()], dtype=torch.float64)
     torch.testing.assert_close(found, exact, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("op", [torch.median, torch.nanmedian])
+def test_the_median_of_elements_that_share_a_place(op) -> None:
+    """Where eager's is whatever memory held."""
+    x = torch.arange(4.0)
+    found = torch.compile(lambda x: op((x * 2).expand(3, 4), 0), backend="dicp_cpu")(x)
+    assert torch.equal(found.values, x * 2)
+    found = torch.compile(lambda x: op(x, 0), backend="dicp_cpu", dynamic=True)(x.expand(3, 4))
+    assert torch.equal(found.values, x)
