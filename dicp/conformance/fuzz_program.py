@@ -216,7 +216,8 @@ def reference(
 
     def jitter(x: torch.Tensor, name: str) -> None:
         if push_seed and tolerance.is_inexact(x.dtype):
-            x.copy_(moved(x, torch.finfo(kinds[name]).eps))
+            # what autograd has saved of it, the result of tanh_ say, is what was rounded
+            x.data.copy_(moved(x.detach(), torch.finfo(kinds[name]).eps))
 
     wide = [
         a.detach().to(tolerance.wide(a.dtype)).requires_grad_(a.requires_grad)
@@ -313,8 +314,20 @@ def differs(
 
 
 def _promised(p: Program, second: bool, result: int) -> tuple[int, ...]:
-    """A result's strides by the fake implementations of what the program calls. Where those need data, which
-    breaks the graph that a compiler is given, they go on from what eager made."""
+    """A result's strides by the fake implementations of what the program calls."""
+    return _strides(_traced(p, second)[1][p.outputs[result]])
+
+
+def misled(p: Program, second: bool) -> bool:
+    """Whether a fake implementation errs about strides, so that what is a view in eager is none as traced, or
+    the other way round."""
+    real, fake = _traced(p, second)
+    return any(_strides(t) != _strides(fake[name]) for name, t in real.items())
+
+
+def _traced(p: Program, second: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The program's variables as eager makes them, and as the fake implementations of what it calls do. Where
+    those need data, which breaks the graph that a compiler is given, they go on from what eager made."""
     names, space = [i.name for i in p.inputs], {"torch": torch, "F": F}
     real = dict(zip(names, inputs_of(p, second), strict=True))
     mode = FakeTensorMode()
@@ -328,7 +341,7 @@ def _promised(p: Program, second: bool, result: int) -> tuple[int, ...]:
             except Exception:  # whatever a fake implementation raises for want of data
                 if s.out is not None:
                     fake[s.out] = mode.from_tensor(real[s.out])
-    return _strides(fake[p.outputs[result]])
+    return real, fake
 
 
 def _strides(t: torch.Tensor) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ BINARY = (
     "{0} / ({1}.abs() + 1)",
     "torch.add({0}, {1}, alpha=0.5)",
     "torch.atan2({0}, {1}.abs() + 0.5)",
-    "torch.hypot({0}, {1})",
+    "torch.hypot({0}, {1}.abs() + 0.5)",  # at 0 it has no gradient, and rounding decides whether it is 0
     "torch.lerp({0}, {1}.to({0}.dtype), 0.25)",
     "torch.where({0} > {0} - 1, {0}, {1})",
     "torch.rsub({0}, {1})",

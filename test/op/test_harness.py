@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -659,3 +660,35 @@ def test_wide_slice_has_all_operators_of_cis() -> None:
     units = Plan(operators(), ("float32", "bfloat16", "int64"), gradient=True, samples=3).units()
     assert {u.op for u in units} == {u.op for u in ci_units()}
     assert len(units) > 400
+
+
+def test_a_view_that_is_none_as_traced_is_upstreams() -> None:
+    """Where torch's fake indexing lays a result otherwise than eager does, one flattens it by a view, the other
+    by a copy, and a later write to it is seen in one of them; aot_eager cannot run that at all."""
+    from dicp.conformance.fuzz import check, upstream
+    from dicp.conformance.fuzz_program import Input, Program, Statement, misled
+
+    taken = Statement("v0", "{0}[{1} % 2]", ("x0", "x1"), False, "index")
+    flat = Statement("v1", "{0}.conj().flatten()", ("v0",), False, "view")
+    written = Statement(None, "{0}.imag.copy_({0}.real)", ("v0",), True, "write")
+    indices = Input("x1", (2, 2), "int64", "transposed")
+    p = Program(5, (Input("x0", (2,), "complex64"), indices), (taken, flat, written), ("v1",), False, False)
+    assert misled(p, False)
+    found = check(p, "dicp_cpu")
+    assert found is not None and upstream(p, "dicp_cpu", *found)
+    straight = replace(p, inputs=(p.inputs[0], replace(indices, layout="contiguous")))
+    assert not misled(straight, False)
+
+
+def test_rounding_of_a_write_is_in_what_its_gradient_reads() -> None:
+    """tanh_ keeps its result for its gradient: noise behind the write leaves that there is a gradient."""
+    from dicp.conformance.fuzz_program import Input, Program, Statement, reference
+
+    sine = Statement("v0", "torch.sin({0})", ("x0",), True, "unary")
+    written = Statement(None, "{0}.tanh_()", ("v0",), True, "write")
+    p = Program(1, (Input("x0", (5,), "float32", requires_grad=True),), (sine, written), ("v0",), False, True)
+    x = torch.linspace(-1, 1, 5).requires_grad_()
+    plain, noisy = (reference(p, [x], {"v0": torch.float32}, seed) for seed in (0, 1))
+    assert plain is not None and noisy is not None
+    torch.testing.assert_close(noisy[1][0], plain[1][0], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(noisy[1][0], plain[1][0])
