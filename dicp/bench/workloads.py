@@ -122,6 +122,12 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: 
     return 5 * _attention_flops(q, k, v) // 2
 
 
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of products of groups of rows, of columns or of the summed axis: each element belongs to one group."""
+    batch = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * batch * a[-2] * a[-1] * b[-1]  # type: ignore[no-any-return]
+
+
 def cost(workload: Workload, setting: Setting) -> Cost:
     """Counted under eager."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -130,6 +136,7 @@ def cost(workload: Workload, setting: Setting) -> Cost:
     mapping = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+        aten._grouped_mm: _grouped_flops,
     }  # which the counter does not know of itself
     call = workload.call("eager", setting)
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:

@@ -78,6 +78,17 @@ def test_cost_counts_products_and_weights_that_are_read() -> None:
     assert found.flops > 2 * matrices * WORKLOADS["gpt2"].amount(SMALL)
 
 
+def test_cost_counts_the_products_of_experts() -> None:
+    """Those of Mixtral take one product for all groups of rows; without it, attention and the head are left."""
+    case = WORKLOADS["mixtral"].case
+    model = case.build("small")
+    experts = [p for p in model.parameters() if p.dim() == 3]
+    tokens, chosen = WORKLOADS["mixtral"].amount(SMALL), model.config.num_experts_per_tok
+    products = 2 * tokens * chosen * sum(p[0].numel() for p in experts)
+    dense = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.model.embed_tokens.weight.numel()
+    assert experts and cost(WORKLOADS["mixtral"], SMALL).flops >= products + 2 * tokens * dense
+
+
 def test_command_with_one_kind(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     given = ["--models", "unet", "--phases", "inference", "--contestants", "eager,aot_eager", "--size", "small"]
