@@ -360,9 +360,11 @@ class Runner:
         self.globals[name] = a
         return name
 
-    def _view(self, v: View) -> str:
-        """A Python tensor for a window on memory."""
-        return self._window(v) + ".conj()" * v.conj + "._neg_view()" * v.neg
+    def _view(self, v: View, apart: bool = False) -> str:
+        """A Python tensor for a window on memory; `apart`: no view of another tensor, but for its marks."""
+        window = self._window(v)
+        window += ".detach()" * (apart and ".as_strided(" in window)
+        return window + ".conj()" * v.conj + "._neg_view()" * v.neg
 
     def _window(self, v: View) -> str:
         root = self.plan.find(v.buffer.name)
@@ -393,10 +395,10 @@ class Runner:
     def _output(self, o: Any) -> str:
         if isinstance(o, View):
             # Not as a view of what only this program knows: AOTAutograd would make it again from an input,
-            # which a call may have viewed as another dtype, and autograd would forbid writes to it.
+            # which a call may have viewed as another dtype, and autograd would forbid writes to it. A mark is
+            # made again only of a view that has one.
             made = self.lowered.buffers[self.plan.find(o.buffer.name)].kind != "input"
-            text = self._view(o)
-            return f"{text}.detach()" if made and ".as_strided(" in text else text
+            return self._view(o, apart=made)
         if isinstance(o, tuple) and o and o[0] == "input":
             return f"arg{o[1]}"
         return self._argument(o)

@@ -317,6 +317,17 @@ def test_a_result_seen_as_complex_lies_where_gradients_know_it() -> None:
             torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("mark", [torch.conj, torch._neg_view])
+def test_pieces_of_marked_results_are_made_again_with_the_mark(mark) -> None:
+    """AOTAutograd makes results anew that view one tensor, from what is returned for them."""
+
+    def f(x):
+        y = mark(x * 2).flatten()
+        return y, y.view(-1), x
+
+    check(f, c(4, 5).requires_grad_(), dynamic=True)
+
+
 def test_a_conjugate_is_a_bit() -> None:
     """No copy is made of what is returned conjugated."""
     with compiles() as found:
