@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims import attention, convolution, embedding, matmul, others
+from dicp.vendor.cpu_graph.claims import attention, convolution, embedding, grouped, matmul, others
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
     FLOATS,
@@ -44,7 +44,7 @@ def claim_for(node: fx.Node, config: Any) -> Claim | None:
 
 def candidates(node: fx.Node, config: Any) -> list[Claim]:
     """The calls that could serve a node, the heuristic's choice first; one under numerics="eager"."""
-    make = _table().get(node.target)
+    make = _table().get(node.target) or _FOREIGN.get(str(node.target))
     if make is None or _empty(node):
         return []
     found = make(node, config)
@@ -94,6 +94,10 @@ def computes_wide(node: fx.Node) -> bool:
     return not matmul.reads_weights(node) and not matmul.prefers_tiles(node)
 
 
+# Ops of other libraries, which are there only where those are imported.
+_FOREIGN = {grouped.FALLBACK: grouped.grouped}
+
+
 @functools.cache
 def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
     from dicp.ops.library import register
@@ -103,6 +107,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         aten.mm.default: matmul.mm,
         aten.addmm.default: matmul.addmm,
         aten.bmm.default: matmul.bmm,
+        aten._grouped_mm.default: grouped.grouped,
         aten.baddbmm.default: matmul.baddbmm,
         torch.ops.dicp.linear.default: matmul.linear,
         torch.ops.dicp.scaled_linear.default: matmul.scaled_linear,

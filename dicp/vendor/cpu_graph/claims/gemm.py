@@ -44,11 +44,11 @@ def gemm(label: str, node: fx.Node) -> Claim | None:
         lambda writer, call: _emit(writer, call, at),
         out=True,
         prepare=lambda lowering, n, args: prepare(lowering, args, at, columns_of_x=True),
-        workspace=lambda lowering, n, args: _workspace(lowering, args, at),
+        workspace=lambda lowering, n, args: workspace(lowering, args, at),
     )
 
 
-def _workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
+def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     """Bytes of the header's blocks, for each thread."""
     columns, depth = args[at.w].shape[-2:] if at.transposed else args[at.w].shape[:-3:-1]
     rows = args[at.x].shape[-2] if len(args[at.x].shape) == len(args[at.w].shape) else ROW_GROUP
@@ -72,4 +72,4 @@ def _emit(writer: Any, call: Call, at: Operands) -> None:
     writer.call(call, str(writer.template(name, parameters, source)), [*arguments(writer, g), *room])
 
 
-__all__ = ["gemm"]
+__all__ = ["gemm", "workspace"]
