@@ -410,3 +410,24 @@ def test_the_median_of_elements_that_share_a_place(op) -> None:
     assert torch.equal(found.values, x * 2)
     found = torch.compile(lambda x: op(x, 0), backend="dicp_cpu", dynamic=True)(x.expand(3, 4))
     assert torch.equal(found.values, x)
+
+
+@pytest.mark.parametrize("pieces", [17, 600])
+def test_many_pieces_are_laid_side_by_side(pieces: int) -> None:
+    """As the steps of an unrolled loop are; their gradient is a sum of as many terms."""
+
+    def steps(x):
+        return torch.stack([x[i] * (i % 3 + 1) for i in range(len(x) - 1, -1, -1)]).split(1)[-2] + x.sum(0)
+
+    x, y = (torch.arange(2.0 * pieces).view(pieces, 2).requires_grad_() for _ in range(2))
+    found = torch.compile(steps, backend="dicp_cpu")(x)
+    torch.testing.assert_close(found, steps(y))
+    for result in (found, steps(y)):
+        result.square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_a_long_logcumsumexp_has_its_digits() -> None:
+    x = torch.randint(-16, 17, (3, 4000), generator=torch.Generator().manual_seed(1)) / 8
+    found = torch.compile(lambda x: torch.logcumsumexp(x, 1), backend="dicp_cpu")(x)
+    torch.testing.assert_close(found.double(), x.double().logcumsumexp(1), rtol=2e-7, atol=0)

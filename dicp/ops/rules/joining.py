@@ -18,6 +18,10 @@ from dicp.ops.rules.pointwise import convert, scalar_expr
 from dicp.ops.rules.views import inserted, reindexed, replaced, reshape, wrap_dim
 from dicp.ops.table import Row, Rule, row
 
+CHAIN = 16
+"""Pieces up to this many are asked for one after the other; of more, halves are, so that expressions are not
+as deep as there are pieces: the steps of an unrolled loop may be thousands."""
+
 
 def cat(b: Builder, node: torch.fx.Node, tensors: list[Value], dim: int = 0) -> Value:
     """Pieces side by side. Empty vectors are ignored whatever the rank, as torch does."""
@@ -30,15 +34,22 @@ def cat(b: Builder, node: torch.fx.Node, tensors: list[Value], dim: int = 0) -> 
     for p in pieces[:-1]:
         starts.append(starts[-1] + p.shape[dim])
 
-    def element(idx: Indices, k: int = 0) -> Expr:
+    def chain(idx: Indices, k: int, last: int) -> Expr:
         def inside() -> Expr:
             return pieces[k](replaced(idx, dim, idx[dim] - starts[k]))
 
-        if k == len(pieces) - 1:
+        if k == last:
             return inside() if k == 0 else ex.masked(ex.at_least(idx[dim], starts[k]), inside, 0)
-        return ex.masked(within(idx[dim], starts[k], starts[k + 1]), inside, element(idx, k + 1))
+        return ex.masked(within(idx[dim], starts[k], starts[k + 1]), inside, chain(idx, k + 1, last))
 
-    return Value(shape, dtype, element)
+    def tree(idx: Indices, first: int, last: int) -> Expr:
+        if last - first < CHAIN:
+            return chain(idx, first, last)
+        middle = (first + last + 1) // 2
+        behind = ex.masked(ex.at_least(idx[dim], starts[middle]), lambda: tree(idx, middle, last), 0)
+        return ex.masked(ex.less(idx[dim], starts[middle]), lambda: tree(idx, first, middle - 1), behind)
+
+    return Value(shape, dtype, lambda idx: tree(idx, 0, len(pieces) - 1))
 
 
 def within(i: Index, start: Index, end: Index) -> Expr:

@@ -22,7 +22,10 @@ def cumulative(kind: ScanKind) -> Rule:
         out = b.meta(node)[1]
         if not x.shape:
             return convert(x, out)
-        return b.scan(kind, x.shape, dim % len(x.shape), out, lambda idx: ex.cast(x(idx), out))
+        # a running logarithm rounds at every step: in eager too it is float64's
+        inner = torch.float64 if kind == "logsumexp" and out == torch.float32 else out
+        found = b.scan(kind, x.shape, dim % len(x.shape), inner, lambda idx: ex.cast(x(idx), inner))
+        return convert(found, out)
 
     return rule
 

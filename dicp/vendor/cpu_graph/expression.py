@@ -149,6 +149,12 @@ class Scope:
         return None
 
 
+DEEP = 64
+"""Operands beneath an expression above which they are written before it, not from within it."""
+GUARDING = frozenset(["load", "index", "masked", "check", "nonzero", "const", "ref"])
+"""Ops that say themselves how their operands are written."""
+
+
 class ExpressionWriter:
     """Writes expressions of one kernel into scopes."""
 
@@ -161,6 +167,7 @@ class ExpressionWriter:
         self._vectors: dict[Expr, bool] = {}
         self._loads: dict[Expr, bool] = {}
         self._needs: dict[Expr, frozenset[Any]] = {}
+        self._visited: set[tuple[Expr, Mask | None]] = set()
 
     def fresh(self, stem: str = "v") -> str:
         self.count += 1
@@ -170,23 +177,23 @@ class ExpressionWriter:
 
     def is_vector(self, x: Expr) -> bool:
         """Whether x differs between lanes."""
-        if x not in self._vectors:
-            own = self.vector_var is not None and self.vector_var in ex.own_variables(x)
-            if x.op == "ref":
-                own = self.refs[x.args[0]][1]
-            self._vectors[x] = own or any(self.is_vector(c) for c in ex.children(x))
+        for e in () if x in self._vectors else ex.walk(x):
+            own = self.vector_var is not None and self.vector_var in ex.own_variables(e)
+            if e.op == "ref":
+                own = self.refs[e.args[0]][1]
+            self._vectors[e] = own or any(self._vectors[c] for c in ex.children(e))
         return self._vectors[x]
 
     def reads_memory(self, x: Expr) -> bool:
-        if x not in self._loads:
-            self._loads[x] = x.op in ("load", *ex.CHECKS) or any(self.reads_memory(c) for c in ex.children(x))
+        for e in () if x in self._loads else ex.walk(x):
+            self._loads[e] = e.op in ("load", *ex.CHECKS) or any(self._loads[c] for c in ex.children(e))
         return self._loads[x]
 
     def needs(self, x: Expr) -> frozenset[Any]:
         """Loop variables and refs that x depends on."""
-        if x not in self._needs:
-            own = frozenset(ex.own_variables(x)) | (frozenset([x.args[0]]) if x.op == "ref" else frozenset())
-            self._needs[x] = own.union(*(self.needs(c) for c in ex.children(x)))
+        for e in () if x in self._needs else ex.walk(x):
+            own = frozenset(ex.own_variables(e)) | (frozenset([e.args[0]]) if e.op == "ref" else frozenset())
+            self._needs[e] = own.union(*(self._needs[c] for c in ex.children(e)))
         return self._needs[x]
 
     def home(self, x: Expr, scope: Scope) -> Scope:
@@ -205,6 +212,8 @@ class ExpressionWriter:
             return literal(x.args[0], x.dtype)
         if x.op == "ref":
             return self.refs[x.args[0]][0]
+        for operand in self._deep_operands(x, mask):
+            self.write(operand, scope, mask)
         key = (x, mask if mask is not None and self.reads_memory(x) else None)
         if key[1] is None:
             scope = self.home(x, scope)
@@ -221,6 +230,22 @@ class ExpressionWriter:
         scope.lines.append(f"const {kind} {name} = {text};{note}")
         scope.names[key] = name
         return name
+
+    def _deep_operands(self, x: Expr, mask: Mask | None) -> list[Expr]:
+        """What is computed where x is and on the way to it, operands before users, if that is more than
+        recursion should go through: sums of hundreds of terms."""
+        order: list[Expr] = []
+        stack = [(x, False)]
+        while stack:
+            e, done = stack.pop()
+            if done:
+                order.append(e)
+            elif (e, mask) not in self._visited:
+                self._visited.add((e, mask))
+                stack.append((e, True))
+                below = ex.children(e) if e.op not in GUARDING else ()
+                stack += [(a, False) for a in reversed(below)]
+        return order[:-1] if len(order) > DEEP else []
 
     def vector(self, x: Expr, scope: Scope, mask: Mask | None = None) -> str:
         """Like write, broadcast to a vector when x is the same in every lane."""
