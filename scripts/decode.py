@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dicp.bench import arms, ceilings, measure, workloads
+from dicp.bench import arms, measure, workloads
+from dicp.vendor import for_device
 
 
 def bandwidth() -> float:
     """GB/s, the median of ten reads."""
-    read = ceilings.reading()
+    _, read = for_device("cpu").ceilings(torch.float32)
     return read.rate(statistics.median(measure.seconds(read.call) for _ in range(10)) * 1e3)
 
 

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
-from dicp.bench import ceilings, contestants, measure
-from dicp.bench.workloads import WORKLOADS, Call, Setting, cost
+from dicp import vendor as vendors
+from dicp.bench import contestants, measure
+from dicp.bench.workloads import DTYPES, WORKLOADS, Call, Setting, cost
 from dicp.compiler import Compiled, observe
 from dicp.config import env_names
+from dicp.vendor.base import Load
 
 KINDS = ("steady", "compile", "memory", "overhead")
 Figures = dict[str, Any]
@@ -99,10 +101,13 @@ def _steady(job: Job) -> Figures:
     return found
 
 
-def _loads(job: Job) -> dict[str, ceilings.Load]:
-    """What shows the most that the machine can do, in turns with the contestants."""
-    arithmetic = ceilings.arithmetic(job.setting.dtype)
-    return {f"arithmetic {k}": load for k, load in enumerate(arithmetic)} | {"reading": ceilings.reading()}
+def _loads(job: Job) -> dict[str, Load]:
+    """What shows the most that the machine can do, in turns with the contestants, which run on the CPU."""
+    vendor = vendors.for_device("cpu")
+    if not hasattr(vendor, "ceilings"):
+        return {}
+    arithmetic, reading = vendor.ceilings(DTYPES[job.setting.dtype])
+    return {f"arithmetic {k}": load for k, load in enumerate(arithmetic)} | {"reading": reading}
 
 
 def _compile(job: Job) -> Figures:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.fx as fx
 
 
@@ -171,6 +172,26 @@ class Offers(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given. Only of vendors whose calls return before."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A call, and how many operations, or bytes, it gets through."""
+
+    call: Callable[[], object]
+    amount: int
+
+    def rate(self, ms: float) -> float:
+        """Thousand millions of them a second, where the call takes that long."""
+        return self.amount / ms / 1e6
+
+
+class Measures(Protocol):
+    """What a vendor has besides, for the roofline of dicp.bench."""
+
+    def ceilings(self, dtype: torch.dtype) -> tuple[Sequence[Load], Load]:
+        """Calls of which the fastest shows how much arithmetic of the dtype the device can do, and one that
+        reads memory as fast as it can."""
 
 
 def takes_graphs(vendor: Any) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.fx as fx
 
-from dicp.vendor.base import Claim, Machine
+from dicp.vendor.base import Claim, Load, Machine
 
 
 class CpuGraph:
@@ -93,6 +94,12 @@ class CpuGraph:
         from dicp.vendor.cpu_graph.packing import pack
 
         return pack(weight, form)
+
+    def ceilings(self, dtype: torch.dtype) -> tuple[list[Load], Load]:
+        """What shows the most that the processor can do (dicp.bench)."""
+        from dicp.vendor.cpu_graph import ceilings
+
+        return ceilings.arithmetic(dtype), ceilings.reading()
 
     def fingerprint(self, config: Any) -> str:
         from dicp.vendor.cpu_graph import toolchain

@@ -1,16 +1,16 @@
-"""What the machine can do at the most, measured beside the contestants: arithmetic and reads per second."""
+"""What the processor can do at the most: arithmetic and reads per second."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dicp.config import Config
+from dicp.vendor.base import Load
 from dicp.vendor.cpu_graph.build import Library, Unit, build
 
 # Multiply-adds on registers alone, twelve sums at a time so that none waits for itself; bf16 by the
@@ -82,18 +82,6 @@ STEPS = 1 << 20
 SIDE = 1536  # of a square product
 
 
-@dataclass(frozen=True)
-class Load:
-    """A call, and how many operations, or bytes, it gets through."""
-
-    call: Callable[[], object]
-    amount: int
-
-    def rate(self, ms: float) -> float:
-        """Thousand millions of them a second."""
-        return self.amount / ms / 1e6
-
-
 @functools.lru_cache(maxsize=1)
 def _library() -> Library:
     return build([Unit("ceilings", SOURCE)], Config.make())
@@ -103,14 +91,21 @@ def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
     return ctypes.CFUNCTYPE(result, *arguments)(_library().address(name))
 
 
-def arithmetic(dtype: str) -> list[Load]:
-    """Calls of which the fastest shows how many operations of "fp32" or "bf16" a second can do: of registers
-    alone, and a library's product, which knows instructions that the first does not."""
-    peak = _function(f"peak_{dtype}", ctypes.c_float, ctypes.c_int64, ctypes.c_float, ctypes.c_float)
-    flops = _function(f"flops_{dtype}", ctypes.c_int64)() * STEPS
-    a, b = torch.ones(2, SIDE, SIDE, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    product = functools.partial(torch.mm, a, b)
-    return [Load(functools.partial(peak, STEPS, 1.0, 0.0), flops), Load(product, 2 * SIDE**3)]
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def arithmetic(dtype: torch.dtype) -> list[Load]:
+    """Calls of which the fastest shows how many operations of a float dtype a second can do: of registers
+    alone, and a library's product, which knows instructions that the first does not. Of others than float32
+    and bf16 only that."""
+    a, b = torch.ones(2, SIDE, SIDE, dtype=dtype)
+    product = Load(functools.partial(torch.mm, a, b), 2 * SIDE**3)
+    if dtype not in NAMES:
+        return [product]
+    name = NAMES[dtype]
+    peak = _function(f"peak_{name}", ctypes.c_float, ctypes.c_int64, ctypes.c_float, ctypes.c_float)
+    flops = _function(f"flops_{name}", ctypes.c_int64)() * STEPS
+    return [Load(functools.partial(peak, STEPS, 1.0, 0.0), flops), product]
 
 
 def reading() -> Load:
