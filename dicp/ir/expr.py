@@ -437,14 +437,6 @@ def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
     return Expr(x.op, args, x.dtype, x.note)
 
 
-def depth(x: Expr) -> int:
-    """Operations on the longest way from the expression to an operand."""
-    found: dict[Expr, int] = {}
-    for e in walk(x):
-        found[e] = 1 + max((found[c] for c in children(e)), default=0)
-    return found[x]
-
-
 def cost(x: Expr) -> int:
     """Rough work per element, in adds."""
     return sum(

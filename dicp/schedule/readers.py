@@ -18,7 +18,6 @@ from dicp.schedule.traced import is_view, reduces, view_root
 
 MAX_LOADS = 16  # reads inlined into one expression before it is materialised
 MAX_COST = 160  # adds inlined into one expression before it is materialised
-MAX_DEPTH = 96  # operations on top of each other: code is written by recursion, which Python bounds
 CHEAP_COST = 6  # a single-load expression up to this cost is recomputed by every reader
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 
@@ -51,7 +50,7 @@ class Readers:
         nodes = ex.walk(expr)
         loads = sum(e.op == "at" for e in nodes)
         work = ex.cost(expr)
-        if loads > MAX_LOADS or work > MAX_COST or len(nodes) > MAX_DEPTH and ex.depth(expr) > MAX_DEPTH:
+        if loads > MAX_LOADS or work > MAX_COST:
             return True
         if work > CHEAP_COST and self._broadcast(node, shape):
             return True
