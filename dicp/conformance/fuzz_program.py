@@ -1,15 +1,18 @@
 """The fuzzer's programs: writing them out, running them, comparing compiled with eager.
 
 The yardstick is Monte Carlo arithmetic: the fp64 reference is run several times with every rounding
-statement's result moved by one eps of the dtype the program computes in. How far results then wander is what
-rounding alone may do to this program.
+statement's result moved by one eps of the dtype the program computes in; where that does not explain a
+difference, every step inside those statements and of their gradients is moved too (`fuzz_rounding.py`). How
+far results then wander is what rounding alone may do to this program.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from . import tolerance
+from .fuzz_rounding import Noise
 from .outcome import cotangent
 
 RUNS = 6  # of the noisy reference
@@ -125,15 +129,15 @@ class Program:
 
     def source(self, noisy: bool = False, copies: frozenset[str] = frozenset()) -> str:
         """The function's text. noisy: for the reference, in fp64, with `push` around rounding statements
-        (`jitter` behind writes) and `pull` around what they read; copies: results that are copies in the
-        program, and would be their operands in fp64.
+        (`jitter` behind writes), `pull` around what they read, and all of them in `inside(result)`; copies:
+        results that are copies in the program, and would be their operands in fp64.
         """
         lines = [f"def f({', '.join(i.name for i in self.inputs)}):"]
         for s in self.body:
             line = s.source()
             if noisy and s.noisy and s.out is not None:
                 call = s.call((f"pull({a}, {a!r})" for a in s.args), f"(lambda t: push(t, {s.out!r}))")
-                line = f"{s.out} = push({call}, {s.out!r}, {', '.join(s.args)})"
+                line = f"with inside({s.out!r}): {s.out} = push({call}, {s.out!r}, {', '.join(s.args)})"
             if noisy and s.out in copies:
                 line += ".clone()"
             lines.append("    " + line)
@@ -147,6 +151,7 @@ class Program:
         return re.sub(r"torch\.(bfloat16|float16|float32)\b", "torch.float64", text)
 
 
+Inside = Callable[[], AbstractContextManager[None]]
 Result = tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]
 
 
@@ -165,17 +170,18 @@ def inputs_of(p: Program, second: bool = False) -> list[torch.Tensor]:
     return [i.make(p.seed * 100 + n) for n, i in enumerate(inputs)]
 
 
-def run(f: Any, p: Program, args: list[torch.Tensor]) -> Result:
-    """(results, the gradient of each argument or None, arguments afterwards) of one call."""
+def run(f: Any, p: Program, args: list[torch.Tensor], inside: Inside = nullcontext) -> Result:
+    """(results, the gradient of each argument or None, arguments afterwards) of one call; what autograd does
+    is done in `inside()`."""
     with torch.set_grad_enabled(p.gradient):
         outs = list(f(*args))
     grads: list[torch.Tensor | None] = [None] * len(args)
     wanted = [k for k, a in enumerate(args) if a.requires_grad]
     through = [o for o in outs if o.requires_grad]
     if p.gradient and wanted and through:
-        found = torch.autograd.grad(
-            through, [args[k] for k in wanted], [cotangent(o) for o in through], allow_unused=True
-        )
+        given = [cotangent(o) for o in through]
+        with inside():
+            found = torch.autograd.grad(through, [args[k] for k in wanted], given, allow_unused=True)
         for k, grad in zip(wanted, found, strict=True):
             grads[k] = grad
     return [o.detach() for o in outs], grads, [a.detach() for a in args]
@@ -185,40 +191,15 @@ def run(f: Any, p: Program, args: list[torch.Tensor]) -> Result:
 
 
 def reference(
-    p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtype], push_seed: int
+    p: Program, args: list[torch.Tensor], dtypes: dict[str, torch.dtype], push_seed: int, deep: bool = False
 ) -> Result | None:
     """The program in fp64; push_seed > 0: with noise of one eps after every rounding statement, and in every
     part of a gradient that one adds to what it reads. Where the program computes in fp64 too, the reference
-    is no nearer to the truth than it: there a sum of n terms gets sqrt(n) eps."""
-    g = torch.Generator().manual_seed(push_seed)
+    is no nearer to the truth than it: there a sum of n terms gets sqrt(n) eps. deep: with noise in each step
+    of those statements and of their gradients too, of one eps of their dtype, or of fp32's, in which kernels
+    for lower precision compute."""
     kinds = {i.name: a.dtype for i, a in zip(p.inputs, args, strict=True)} | dtypes
-
-    def signs(x: torch.Tensor) -> torch.Tensor:
-        return torch.randint(0, 2, x.shape, generator=g) * 2 - 1
-
-    def moved(x: torch.Tensor, eps: float) -> torch.Tensor:
-        return x * (1 + eps * (signs(x) + signs(x) * 1j if x.is_complex() else signs(x)))
-
-    def pull(x: torch.Tensor, name: str) -> torch.Tensor:
-        if not push_seed or not (torch.is_grad_enabled() and x.requires_grad):
-            return x
-        edge = x.view_as(x)
-        edge.register_hook(lambda grad: moved(grad, torch.finfo(kinds[name]).eps))
-        return edge
-
-    def push(x: torch.Tensor, name: str, *operands: torch.Tensor) -> torch.Tensor:
-        if not push_seed or not tolerance.is_inexact(x.dtype):
-            return x
-        eps = torch.finfo(dtypes[name]).eps
-        if dtypes[name] in (torch.float64, torch.complex128) and x.numel():
-            eps *= max(1.0, max((o.numel() for o in operands), default=0) / x.numel()) ** 0.5
-        return moved(x, eps)
-
-    def jitter(x: torch.Tensor, name: str) -> None:
-        if push_seed and tolerance.is_inexact(x.dtype):
-            # what autograd has saved of it, the result of tanh_ say, is what was rounded
-            x.data.copy_(moved(x.detach(), torch.finfo(kinds[name]).eps))
-
+    noise = Noise(push_seed, kinds, deep)
     wide = [
         a.detach().to(tolerance.wide(a.dtype)).requires_grad_(a.requires_grad)
         if tolerance.is_inexact(a.dtype)
@@ -233,8 +214,9 @@ def reference(
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        f = function(p.source(noisy=True, copies=copies), push=push, pull=pull, jitter=jitter)
-        return run(f, p, wide)
+        f = function(p.source(noisy=True, copies=copies), **noise.names())
+        with noise.steps():
+            return run(f, p, wide, noise.inside)
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     finally:
@@ -278,13 +260,11 @@ def differs(
     p: Program, second: bool, eager: Result, actual: Result, pardon: Result | None = None
 ) -> Finding | None:
     """The first difference that rounding does not explain. pardon: results that pass, wrong or not."""
-    runs: list[Result | None] = []
+    dtypes = cache(lambda: eager_dtypes(p, inputs_of(p, second)))
 
-    def noise() -> list[Result | None]:
-        if not runs:
-            dtypes = eager_dtypes(p, inputs_of(p, second))
-            runs.extend(reference(p, inputs_of(p, second), dtypes, k) for k in range(RUNS + 1))
-        return runs
+    @cache
+    def noise(deep: bool) -> list[Result | None]:
+        return [reference(p, inputs_of(p, second), dtypes(), k, deep) for k in range(RUNS + 1)]
 
     for part, kind in ((0, "value"), (1, "gradient"), (2, "mutation")):
         for i, (a, e) in enumerate(zip(actual[part], eager[part], strict=True)):
@@ -307,7 +287,10 @@ def differs(
                 )
             if tolerance.same_bits(a, e):
                 continue
-            why = _unexplained(a, e, [r[part][i] if r is not None else None for r in noise()])
+            why = _unexplained(a, e, [r[part][i] if r is not None else None for r in noise(False)])
+            steps = noise(True) if why is not None else []
+            if steps and None not in steps:
+                why = _unexplained(a, e, [r[part][i] for r in steps if r is not None])
             if why is not None:
                 return Finding(kind, f"{kind} {i} {e.dtype} {tuple(e.shape)}: {why}")
     return None
