@@ -277,6 +277,8 @@ def where(cond: Expr, a: Operand, b: Operand) -> Expr:
     x, y = _pair(a, b)
     if cond.op == "const":
         return x if cond.args[0] else y
+    if x.op == "const" and x == y:
+        return x
     return Expr("where", (cast(cond, torch.bool), x, y), x.dtype)
 
 
@@ -288,6 +290,8 @@ def masked(cond: Expr, value: Callable[[], Expr], other: Operand) -> Expr:
         inner = value()
         return other if isinstance(other, Expr) else const(other, inner.dtype)
     x, y = _pair(value(), other)
+    if x.op == "const" and x == y:
+        return x
     return Expr("masked", (cond, x, y), x.dtype)
 
 

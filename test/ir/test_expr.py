@@ -92,6 +92,8 @@ def test_every_binary_primitive_has_a_meaning(op: str) -> None:
         (m | ex.const(True, B8), ex.const(True, B8)),
         (ex.where(ex.const(True, B8), x, y), x),
         (ex.where(ex.const(False, B8), x, y), y),
+        (ex.where(m, 0.0, ex.const(0.0, F32)), ex.const(0.0, F32)),
+        (ex.masked(m, lambda: ex.const(0.0, F32), 0), ex.const(0.0, F32)),
         (ex.less(i, 8), ex.const(True, B8)),
         (ex.less(i + 8, 8), ex.const(False, B8)),
         (ex.less(i, 7), Expr("lt", (ex.index_value(i), ex.const(7, I64)), B8)),
@@ -105,10 +107,12 @@ def test_folds(given_: Expr, expected: Expr) -> None:
     assert given_ == expected
 
 
-@pytest.mark.parametrize("e", [x + 0, x * 0, x - x, x / x, load(dtype=B8) * True], ids=repr)
+@pytest.mark.parametrize(
+    "e", [x + 0, x * 0, x - x, x / x, load(dtype=B8) * True, ex.where(m, ex.const(0.0, F32), -0.0)], ids=repr
+)
 def test_does_not_fold_what_nan_or_zero_would_spoil(e: Expr) -> None:
-    """NaN * 0 is NaN, -0 + 0 is 0, inf - inf is NaN; a bool times one is a bool."""
-    assert e.op in ("add", "mul", "sub", "div")
+    """NaN * 0 is NaN, -0 + 0 is 0, inf - inf is NaN; a bool times one is a bool; 0 is not -0."""
+    assert e.op in ("add", "mul", "sub", "div", "where")
 
 
 def test_conversion_of_a_float_constant_to_an_integer_is_left_to_run_time() -> None:

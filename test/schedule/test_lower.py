@@ -69,6 +69,28 @@ kernel cat(arg1_1: f32, arg0_1: f32, t0: f32*)
 """,
         )
 
+    def test_equal_pieces_are_one(self) -> None:
+        """The gradient of a split of which one piece is used."""
+        p = compiled(lambda x: torch.cat([*x.new_zeros(100, 4).split(1), x, x.new_ones(3, 4)]), (2, 4))
+        self.assertExpectedInline(
+            text(p),
+            """\
+kernel cat(arg0_1: f32, t0: f32*)
+  for i0 < 105, i1 < 4
+  v0: i64 = [i0]
+  v1: b8 = lt(v0, 100:i64)
+  v2: b8 = ge(v0, 100:i64)
+  v3: b8 = lt(v0, 102:i64)
+  v4: b8 = land(v2, v3)
+  v5: f32 = arg0_1[-400 + 4*i0 + i1]
+  v6: b8 = ge(v0, 102:i64)
+  v7: f32 = masked(v6, 1.0:f32, 0.0:f32)
+  v8: f32 = masked(v4, v5, v7)
+  v9: f32 = masked(v1, 0.0:f32, v8)
+  t0[4*i0 + i1] = v9
+""",
+        )
+
     def test_index_read_at_run_time_is_checked(self) -> None:
         p = compiled(lambda x, i: x[i] + 1, (9, 4), torch.tensor([1, 2, 3]))
         self.assertExpectedInline(

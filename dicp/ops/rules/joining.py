@@ -18,6 +18,9 @@ from dicp.ops.rules.pointwise import convert, scalar_expr
 from dicp.ops.rules.views import inserted, reindexed, replaced, reshape, wrap_dim
 from dicp.ops.table import Row, Rule, row
 
+Part = tuple[Index, Expr]
+"""Where a piece, or several that are the same constant, starts; what it is."""
+
 CHAIN = 16
 """Pieces up to this many are asked for one after the other; of more, halves are, so that expressions are not
 as deep as there are pieces: the steps of an unrolled loop may be thousands."""
@@ -34,22 +37,30 @@ def cat(b: Builder, node: torch.fx.Node, tensors: list[Value], dim: int = 0) -> 
     for p in pieces[:-1]:
         starts.append(starts[-1] + p.shape[dim])
 
-    def chain(idx: Indices, k: int, last: int) -> Expr:
-        def inside() -> Expr:
-            return pieces[k](replaced(idx, dim, idx[dim] - starts[k]))
+    def element(idx: Indices) -> Expr:
+        parts: list[Part] = []
+        for start, piece in zip(starts, pieces, strict=True):
+            e = piece(replaced(idx, dim, idx[dim] - start))
+            if not (parts and e.op == "const" and e == parts[-1][1]):
+                parts.append((start, e))
+        return _choice(idx[dim], parts, 0, len(parts) - 1)
 
-        if k == last:
-            return inside() if k == 0 else ex.masked(ex.at_least(idx[dim], starts[k]), inside, 0)
-        return ex.masked(within(idx[dim], starts[k], starts[k + 1]), inside, chain(idx, k + 1, last))
+    return Value(shape, dtype, element)
 
-    def tree(idx: Indices, first: int, last: int) -> Expr:
-        if last - first < CHAIN:
-            return chain(idx, first, last)
+
+def _choice(at: Index, parts: list[Part], first: int, last: int) -> Expr:
+    """What there is at a position from the first part to the end of the last."""
+    if last - first >= CHAIN:
         middle = (first + last + 1) // 2
-        behind = ex.masked(ex.at_least(idx[dim], starts[middle]), lambda: tree(idx, middle, last), 0)
-        return ex.masked(ex.less(idx[dim], starts[middle]), lambda: tree(idx, first, middle - 1), behind)
-
-    return Value(shape, dtype, lambda idx: tree(idx, 0, len(pieces) - 1))
+        behind = ex.masked(ex.at_least(at, parts[middle][0]), lambda: _choice(at, parts, middle, last), 0)
+        return ex.masked(
+            ex.less(at, parts[middle][0]), lambda: _choice(at, parts, first, middle - 1), behind
+        )
+    start, e = parts[last]
+    found = e if last == 0 else ex.masked(ex.at_least(at, start), lambda: e, 0)
+    for (start, e), (end, _) in zip(parts[first:last][::-1], parts[first + 1 : last + 1][::-1], strict=True):
+        found = ex.masked(within(at, start, end), lambda e=e: e, found)  # type: ignore[misc]
+    return found
 
 
 def within(i: Index, start: Index, end: Index) -> Expr:
