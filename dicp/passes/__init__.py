@@ -16,6 +16,7 @@ from dicp.passes.layout import choose_layout
 from dicp.passes.pack import pack_weights
 from dicp.passes.rewrite_attention import rewrite_attention
 from dicp.passes.rewrite_conv import rewrite_conv
+from dicp.passes.rewrite_dot import rewrite_dot
 from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_linear import rewrite_linear
 from dicp.passes.rewrite_norm import rewrite_norm
@@ -60,6 +61,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_dropout", lambda gm, vendor: rewrite_dropout(gm), "before what it would stop", True),
     Pass("rewrite_norm", lambda gm, vendor: rewrite_norm(gm), "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
+    Pass("rewrite_dot", lambda gm, vendor: rewrite_dot(gm), "after attention, which takes its own"),
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),

@@ -1,4 +1,4 @@
-"""rewrite_norm and rewrite_dropout."""
+"""rewrite_norm, rewrite_dropout and rewrite_dot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from graphs import CheckPass, graph_of, graphs_of
 
 from dicp.ir.printer import show
 from dicp.passes.canonicalize import canonicalize
+from dicp.passes.rewrite_dot import rewrite_dot
 from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_norm import rewrite_norm
 
@@ -66,3 +67,41 @@ graph(arg0_1: f32[4]):
         text = show(g)
         self.assertIn("dropout", text)
         self.assertEqual(show(rewrite_dropout(g)), text)
+
+
+class TestRewriteDot(TestCase, CheckPass):
+    def test_one_row_with_one_column_is_a_sum(self) -> None:
+        def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.addmm(x[0, 0], x[:1], y[:1].t()), x @ y.t()
+
+        g = self.check(rewrite_dot, canonicalize(graph_of(f, (3, 70), (3, 70))))
+        self.assertExpectedInline(show(g), """\
+graph(arg0_1: f32[3,70], arg1_1: f32[3,70]):
+  v0: f32[70] = select.int(arg0_1, 0, 0)
+  v1: f32[] = select.int(v0, 0, 0)
+  v2: f32[1,70] = slice(arg0_1, 0, 0, 1)
+  v3: f32[1,70] = slice(arg1_1, 0, 0, 1)
+  v4: f32[70,1] = view(v3, [70,1])
+  v5: f32[1,70] = permute(v4, [1,0])
+  v6: f32[1,70] = mul(v2, v5)
+  v7: f32[1,1] = sum.dim_IntList(v6, [-1], True)
+  v8: f32[1,1] = add(v7, v1)
+  v9: f32[70,3] = permute(arg1_1, [1,0])
+  v10: f32[3,3] = mm(arg0_1, v9)
+  return v8, v10
+""")
+
+    def test_of_a_batch_in_low_precision_it_is_rounded_once(self) -> None:
+        x, y = (torch.randn(5, 1, 300).bfloat16() for _ in range(2))
+        g = self.check(rewrite_dot, canonicalize(graph_of(lambda x, y: torch.bmm(x, y.mT), x, y)))
+        self.assertExpectedInline(show(g), """\
+graph(arg0_1: bf16[5,1,300], arg1_1: bf16[5,1,300]):
+  v0: bf16[5,300,1] = view(arg0_1, [5,300,1])
+  v1: f32[5,1,300] = prims.convert_element_type(arg1_1, f32)
+  v2: f32[5,300,1] = prims.convert_element_type(v0, f32)
+  v3: f32[5,1,300] = permute(v2, [0,2,1])
+  v4: f32[5,1,300] = mul(v1, v3)
+  v5: f32[5,1,1] = sum.dim_IntList(v4, [-1], True)
+  v6: bf16[5,1,1] = prims.convert_element_type(v5, bf16)
+  return v6
+""")
