@@ -22,7 +22,7 @@ from dicp.errors import BuildError, OptionError
 from dicp.ir.interpret_kernel import run_kernel
 from dicp.runtime.program import Program
 from dicp.schedule.kernels import Launch
-from dicp.vendor.cpu_graph import codegen, toolchain
+from dicp.vendor.cpu_graph import codegen, loops, toolchain
 from dicp.vendor.cpu_graph.assemble import EXPORT, PRELUDE
 from dicp.vendor.cpu_graph.build import Unit, build
 
@@ -79,6 +79,9 @@ def unfused(x: torch.Tensor) -> torch.Tensor:
 
 
 CASES: dict[str, Case] = {
+    "few_channels_to_channels_last": Case(
+        lambda x: (x * 2).contiguous(memory_format=torch.channels_last), (odd(2, 3, 5, 37),)
+    ),
     # one value per point
     "pointwise_tail": Case(lambda x, y: torch.relu(x * y + 1) - y, (rand(3, 37), rand(3, 37))),
     "pointwise_odd_values": Case(
@@ -477,6 +480,16 @@ def check_launch(
             for name in (p.name for p in launch.kernel.params if p.written and p.name != source):
                 why = f"{name} of {launch.kernel.name}, {out} in place of {source}"
                 close(shared[name][:-GUARD], after[name], why)
+
+
+@pytest.mark.parametrize(("channels", "vectors"), [(3, "37"), (64, "64")])
+def test_vectors_are_along_an_axis_that_fills_them(channels: int, vectors: str) -> None:
+    """Three channels that lie together are written one by one, along rows that are read together."""
+    x = rand(2, channels, 5, 37)
+    graphs = traced(lambda x: (x * 2).contiguous(memory_format=torch.channels_last), x)
+    (launch,) = program_of(graphs["inference"]).launches
+    shape = loops.choose_shape(launch.kernel, 16)
+    assert shape.vector is not None and str(shape.vector.size) == vectors
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 33, 64, 100])

@@ -34,7 +34,7 @@ class Shape:
 
 
 def choose_shape(kernel: Kernel, lanes: int) -> Shape:
-    """Vectorise along the axis that most accesses walk contiguously."""
+    """Vectorise along the axis that most accesses walk contiguously, each as far as it fills vectors."""
     inner = tuple(a for a in kernel.axes if a.reduced or a.serial)
     outer = tuple(a for a in kernel.axes if not (a.reduced or a.serial))
     stores = [s.index for s in kernel.body if isinstance(s, Store)]
@@ -47,8 +47,12 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
             total += (2 if i in stores else 1) * (split is not None and split[0] == 1)
         return total
 
+    def filled(a: Axis) -> float:
+        return min(1.0, a.size / lanes) if isinstance(a.size, int) else 1.0
+
     best = max(outer, key=lambda a: (votes(a), outer.index(a)), default=None)
     if not inner:
+        best = max(outer, key=lambda a: (votes(a) * filled(a), outer.index(a)), default=None)
         rest = tuple(a for a in outer if a is not best)
         return Shape("pointwise", best, rest, ())
     last = inner[-1]
