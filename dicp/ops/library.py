@@ -23,6 +23,7 @@ from torch import Tensor
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,
+    "relu6": F.relu6,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
@@ -100,11 +101,16 @@ def conv(
     groups: int,
     act: str,
 ) -> Tensor:
-    """act(conv(x, w, b) + other).  x: [B, C, *in], w: [N, C/groups, *window], result [B, N, *out].
+    """act(conv(x, w, b) + other).  x: [B, C, *in], w: [N, C/groups, *window], b: [N] of x's dtype, or float32
+    where there is no `other`, result [B, N, *out].
 
     The strides are those of aten.convolution: channels-last where x or w is, else contiguous.
     """
-    y = _convolution(x, w, b, stride, padding, dilation, groups)
+    if b is not None and b.dtype != x.dtype:
+        wide = _convolution(x.to(b.dtype), w.to(b.dtype), b, stride, padding, dilation, groups)
+        y = wide.to(x.dtype)
+    else:
+        y = _convolution(x, w, b, stride, padding, dilation, groups)
     # In place: the sum keeps y's strides whatever those of `other`.
     y = y if other is None else y.add_(other)
     return ACTIVATIONS[act](y)
@@ -122,7 +128,7 @@ def _conv_fake(
     act: str,
 ) -> Tensor:
     _check_act("conv", act)
-    return _convolution(x, w, b, stride, padding, dilation, groups)
+    return _convolution(x, w, None, stride, padding, dilation, groups)
 
 
 def _convolution(

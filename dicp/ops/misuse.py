@@ -58,7 +58,7 @@ def _refusals() -> dict[OpOverload, Callable[[fx.Node], bool]]:
     dicp: Any = torch.ops.dicp
     dims = (aten._softmax, aten.sort, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter)
     bits = (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not)
-    one_dtype = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, dicp.linear, dicp.conv)
+    one_dtype = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, dicp.linear)
     return {
         **{op: _dim_out_of_range for packet in dims for op in _overloads(packet)},
         **{op: _floats for packet in bits for op in _overloads(packet)},
