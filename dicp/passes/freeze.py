@@ -78,6 +78,14 @@ def constants_of(gm: GraphModule) -> frozenset[Node]:
     return frozenset(found)
 
 
+def is_constant(node: Node) -> bool:
+    """Whether a value depends on frozen inputs alone."""
+    if node.op == "placeholder":
+        return FROZEN in node.meta
+    pure = node.op == "call_function" and is_pure(node) and _is_fixed(value_of(node))
+    return pure and bool(node.all_input_nodes) and all(map(is_constant, node.all_input_nodes))
+
+
 def _is_fixed(value: Any) -> bool:
     """Whether a value is a plain tensor of sizes that are numbers, or several."""
     if isinstance(value, (tuple, list)):

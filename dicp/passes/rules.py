@@ -119,6 +119,7 @@ def _approximate(kind: str) -> Callable[[Node], bool]:
 
 _PATTERNS: tuple[tuple[str, Pat], ...] = (
     ("relu", op(aten.relu.default, _x)),
+    ("relu6", op(aten.hardtanh.default, _x, 0, 6)),
     ("gelu", op(aten.gelu.default, _x, where=_approximate("none"))),
     ("gelu_tanh", op(aten.gelu.default, _x, where=_approximate("tanh"))),
     ("silu", op(aten.silu.default, _x)),

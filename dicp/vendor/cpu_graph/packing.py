@@ -52,6 +52,20 @@ class Transformed(Packed):
         return self.words.data_ptr()
 
 
+class Window(Packed):
+    """A convolution's weight in oneDNN's form, and the magnitudes of a result's weights, added up, at the
+    most: two words, a handle and a double."""
+
+    def __init__(self, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+        super().__init__(tensor)
+        sums = weight.abs().flatten(1).sum(1, dtype=torch.float64)
+        self.words = torch.stack([torch.tensor(self._handle), sums.max().view(torch.int64)])
+
+    def data_ptr(self) -> int:
+        """The address of the words."""
+        return self.words.data_ptr()
+
+
 def packs(node: fx.Node) -> str | None:
     """The form for the constant weight of a dicp::linear or dicp::conv; None where it would not pay."""
     x, w = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
@@ -82,7 +96,7 @@ def pack(weight: torch.Tensor, form: str) -> Packed:
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), *how))
     if form == winograd.FORM:
         return Transformed(weight.detach().contiguous())
-    return Packed(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how))
+    return Window(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how), weight.detach())
 
 
 __all__ = ["Packed", "Transformed", "pack", "packs"]

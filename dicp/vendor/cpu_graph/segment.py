@@ -161,8 +161,9 @@ class SegmentWriter:
                 names.append("nullptr")
                 continue
             handle = f"{b.name}_t"
-            self.handles[b.name] = handle
-            self.hoisted.append(f"Tensor {handle};")
+            if b.name not in self.handles:  # a branch may have two calls that make it
+                self.handles[b.name] = handle
+                self.hoisted.append(f"Tensor {handle};")
             names.append(f"&{handle}.h")
         self.calls.append(call)
         number = len(self.calls)

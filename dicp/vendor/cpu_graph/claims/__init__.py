@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims import attention, convolution, embedding, grouped, matmul, others
+from dicp.vendor.cpu_graph.claims import attention, convolution, embedding, grouped, matmul, others, rectified
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
     FLOATS,
@@ -74,6 +74,8 @@ def supports(target: Any, node: fx.Node) -> bool:
     if target is torch.ops.dicp.scaled_linear.default:
         return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.conv.default:
+        if node.args[8] in rectified.TOPS:
+            return rectified.serves(node)
         if node.args[8] not in (("none",) if node.args[3] is not None else ACTIVATIONS):
             return False  # oneDNN's sums know no activation but ReLU
         if node.args[3] is not None and node.meta["val"].dim() == 3:

@@ -24,8 +24,14 @@ ACTIVATIONS = {
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
 }
-"""What oneDNN does inside its calls, by its name and algorithm. Not ReLU: its max(x, 0) is 0 for NaN, so a
-kernel does it, in place on the library's result."""
+"""What oneDNN does inside its calls as eager does it, by its name and algorithm."""
+
+RECTIFIERS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "relu": ("relu", ()),
+    "relu6": ("hardtanh", (0.0, 6.0)),
+}
+"""What it does as well, but for NaN, of which it makes 0: name and scalars. So they are inside only where
+nothing can be NaN (rectified.py); else a kernel does them, in place on the library's result."""
 
 
 def onednn_has(dtype: torch.dtype | None) -> bool:
@@ -53,6 +59,16 @@ def dtype_of(x: Any) -> torch.dtype | None:
 
 def activation(w: Any, act: str) -> list[str]:
     """Arguments for an activation: name, scalars, their number, algorithm."""
+    if act in RECTIFIERS:
+        name, scalars = RECTIFIERS[act]
+        if not scalars:
+            return [f'"{name}"', "nullptr", "0", "nullptr"]
+        numbers, pointers = w.fresh("scalars"), w.fresh("pointers")
+        w.lines.append(f"const double {numbers}[] = {{{', '.join(map(repr, scalars))}}};")
+        w.lines.append(
+            f"const double* {pointers}[] = {{{', '.join(f'{numbers} + {k}' for k in range(len(scalars)))}}};"
+        )
+        return [f'"{name}"', pointers, str(len(scalars)), "nullptr"]
     name, algorithm = ACTIVATIONS[act]
     if algorithm is None:
         return [f'"{name}"', "nullptr", "0", "nullptr"]

@@ -12,7 +12,7 @@ import torch.fx as fx
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim, dense
-from dicp.vendor.cpu_graph.claims import winograd
+from dicp.vendor.cpu_graph.claims import rectified, winograd
 from dicp.vendor.cpu_graph.claims.common import (
     FLOATS,
     LOW,
@@ -150,40 +150,7 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
     act = argument(node, 8, "act", "none")
 
     def emit(w: Any, c: Call) -> None:
-        x, weight, bias, other, stride, pad, dilation, groups = c.args[:8]
-        if other is None:
-            w.call(
-                c,
-                SHIM + "mkldnn__convolution_pointwise",
-                [
-                    w.tensor(x),
-                    w.tensor(weight),
-                    w.optional(bias),
-                    *lists(w, pad, stride, dilation),
-                    w.text(groups),
-                    *activation(w, act),
-                ],
-            )
-            return
-        w.lines.append("double alpha = 1.0;")
-        w.call(
-            c,
-            SHIM + "mkldnn__convolution_pointwise_binary",
-            [
-                w.tensor(x),
-                w.tensor(other),
-                w.tensor(weight),
-                w.optional(bias),
-                *lists(w, pad, stride, dilation),
-                w.text(groups),
-                '"add"',
-                "&alpha",
-                "nullptr",
-                "nullptr",
-                "0",
-                "nullptr",
-            ],
-        )
+        rectified.emit(w, c, act, lambda inside: _pointwise(w, c, inside))
 
     def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         wanted = list(dense(2)(lowering, n, args))
@@ -200,6 +167,27 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
     if form is not None:
         return [winograd.forward()] if form == winograd.FORM else found
     return _with_winograd(winograd.forward(), found, node, config)
+
+
+def _pointwise(w: Any, c: Call, act: str) -> None:
+    """oneDNN's call with an activation inside, and a sum before that where there is something to add."""
+    x, weight, bias, other, stride, pad, dilation, groups = c.args[:8]
+    packed = weight.buffer.kind == "packed"
+    handle = f"(Handle){w.packed(weight)}[0]" if packed else w.tensor(weight)
+    head, sizes = [w.tensor(x)], [*lists(w, pad, stride, dilation), w.text(groups)]
+    if other is None:
+        args = [*head, handle, w.optional(bias), *sizes, *activation(w, act)]
+        w.call(c, SHIM + "mkldnn__convolution_pointwise", args)
+        return
+    w.lines.append("double alpha = 1.0;")
+    name, *rest = activation(w, act)
+    inside = "nullptr"
+    if act != "none":
+        inside = w.fresh("act")
+        w.lines.append(f"const char* {inside} = {name};")
+        inside = f"&{inside}"
+    args = [*head, w.tensor(other), handle, w.optional(bias), *sizes, '"add"', "&alpha", inside, *rest]
+    w.call(c, SHIM + "mkldnn__convolution_pointwise_binary", args)
 
 
 def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:

@@ -79,12 +79,13 @@ class Window:
         return batch * _tiles(rows, columns)
 
 
-def window_of(node: fx.Node) -> Window | None:
-    """What the template computes of this node: float32 images, a 3x3 window, stride 1, no activation."""
+def window_of(node: fx.Node, activated: bool = False) -> Window | None:
+    """What the template computes of this node: float32 images, a 3x3 window, stride 1, no activation.
+    activated: or of one like it with an activation."""
     a: Any = node.args
     if node.target is torch.ops.dicp.conv.default:
         image, weight, result, how = a[0], a[1], node.meta["val"], (*a[4:7], a[7])
-        plain = argument(node, 8, "act", "none") == "none"
+        plain = activated or argument(node, 8, "act", "none") == "none"
     elif node.target is aten.convolution_backward.default:
         image, weight, result, how = a[0], a[2], a[1].meta["val"], (*a[4:7], a[9])
         plain = not a[7]

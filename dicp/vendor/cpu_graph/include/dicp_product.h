@@ -16,9 +16,10 @@ DICP_INLINE bool worth_threads(const Product& g) {
   return g.batch * g.rows * g.columns * g.depth > SMALL_PRODUCT;
 }
 
-enum Activation { NONE, RELU, SIGMOID, TANH, SILU, GELU, GELU_TANH };
+enum Activation { NONE, RELU, RELU6, SIGMOID, TANH, SILU, GELU, GELU_TANH };
 template <Activation act> DICP_INLINE vf32 activate(vf32 x) {
   if constexpr (act == RELU) return maximum(x, splat<vf32>(0.0f));
+  else if constexpr (act == RELU6) return minimum(maximum(x, splat<vf32>(0.0f)), splat<vf32>(6.0f));
   else if constexpr (act == SIGMOID) return sigmoid(x);
   else if constexpr (act == TANH) return tanh(x);
   else if constexpr (act == SILU) return x / (1.0f + exp(-x));

@@ -31,6 +31,10 @@ FINISH = 1024  # results of a program that adds partial sums
 ACTIVATIONS = {
     "none": (),
     "relu": ("y = d.maximum(y, tl.full([], 0.0, tl.float32))",),
+    "relu6": (
+        "y = d.maximum(y, tl.full([], 0.0, tl.float32))",
+        "y = d.minimum(y, tl.full([], 6.0, tl.float32))",
+    ),
     "sigmoid": ("y = d.sigmoid(y)",),
     "tanh": ("y = d.tanh(y)",),
     "silu": ("y = y * d.sigmoid(y)",),

@@ -1,0 +1,131 @@
+"""ReLU inside oneDNN's convolutions, where no sum can be NaN: its max(x, 0) is 0 of that.
+
+A sum is at most the largest magnitude of the image times the magnitudes of a result's weights, added up.
+That factor is kept with packed weights, so one number per image decides at each call: the bound that the
+convolution left which made it, or, where there is none or it has grown too large, its largest magnitude.
+Images with NaN, infinity or numbers near the largest are convolved without ReLU, which is then done in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.passes.freeze import is_constant
+from dicp.schedule.defs import Call, View
+from dicp.vendor.cpu_graph.claims import winograd
+from dicp.vendor.cpu_graph.claims.common import onednn_has
+from dicp.vendor.cpu_graph.expression import STORAGE
+
+TOPS = {"relu": "__builtin_inff()", "relu6": "6.0f"}
+"""The activations, and what their results are at most."""
+
+_UNKNOWN = "__builtin_inff()"
+_SAFE = "1e38f"  # sums below it neither overflow nor are rounded to infinity
+
+_UNIT = """\
+#include "dicp_rectified.h"
+using namespace dicp;
+
+extern "C" __attribute__((visibility("default"))) int32_t {name}_{word}({parameters}) {{
+  return {name}({arguments});
+}}
+"""
+
+
+def serves(node: fx.Node) -> bool:
+    """Whether a dicp::conv with one of TOPS is made so: of images, by weights that are constant, which are
+    packed. Winograd's convolutions, where they pay, have a kernel behind them."""
+    w, other, act, val = node.args[1], node.args[3], node.args[8], node.meta["val"]
+    if act not in TOPS or (other is not None and act != "relu"):  # oneDNN's sums know no other
+        return False
+    if val.dim() != 4 or not onednn_has(val.dtype) or not is_constant(w):  # type: ignore[arg-type]
+        return False
+    window = winograd.window_of(node, activated=True)
+    return window is None or not winograd.pays(window)
+
+
+def emit(w: Any, c: Call, act: str, convolve: Callable[[str], None]) -> None:
+    """The call. convolve("none" or act): adds oneDNN's, with that inside."""
+    x, weight, bias, other = c.args[:4]
+    packed = weight.buffer.kind == "packed"
+    if not packed or not (act in TOPS or _feeds_convolutions(c)):
+        convolve("none" if act in TOPS else act)
+        if act in TOPS:
+            _rectify(w, c, act)
+        return
+    sums = _sums(w, c, x, weight, bias, other, measured=act in TOPS)
+    if act in TOPS:
+        w.branch(f"{sums} < {_SAFE}", lambda: convolve(act), lambda: _apart(w, c, act, convolve))
+    else:
+        convolve(act)
+    top = TOPS.get(act, _UNKNOWN)
+    most = sums if top == _UNKNOWN else f"({sums} < {top} ? {sums} : {top})"
+    w.lines.append(f"{_bound(w, c.outputs[0].name)} = {sums} < {_SAFE} ? {most} : {_UNKNOWN};")  # type: ignore[union-attr]
+
+
+def _feeds_convolutions(c: Call) -> bool:
+    return any(user.target is torch.ops.dicp.conv.default for user in c.node.users)
+
+
+def _sums(w: Any, c: Call, x: View, weight: View, bias: Any, other: Any, measured: bool) -> str:
+    """The variable with what no sum exceeds. measured: images may be read for it."""
+    sums, factor = w.fresh("sums"), f"((const double*){w.packed(weight)})[1]"
+    added = ""
+    if bias is not None:
+        most = w.fresh("most")
+        w.lines.append(f"float {most};")
+        _largest(w, bias, most)
+        added = f" + {most}"
+    if other is not None:
+        added += f" + {_bound(w, other.buffer.name)}"
+    text = f"(float)({factor} * {_bound(w, x.buffer.name)}{added})"
+    w.lines.append(f"float {sums} = {text};")
+    if measured:
+        w.lines.append(f"if (!({sums} < {_SAFE})) {{")
+        for v in (x, other):
+            if v is not None:
+                _largest(w, v, _bound(w, v.buffer.name))
+        w.lines += [f"{sums} = {text};", "}"]
+    return str(sums)
+
+
+def _bound(w: Any, name: str) -> str:
+    """The variable with a bound of a tensor's magnitudes."""
+    variable = f"bound_{name}"
+    if variable not in w.declared:
+        w.declared.add(variable)
+        w.hoisted.append(f"float {variable} = {_UNKNOWN};")
+    return variable
+
+
+def _apart(w: Any, c: Call, act: str, convolve: Callable[[str], None]) -> None:
+    convolve("none")
+    _rectify(w, c, act)
+
+
+def _largest(w: Any, v: View, into: str) -> None:
+    """Read the largest magnitude in a tensor's window on memory."""
+    name = _function(w, v, "largest", "const {word}* x, int64_t n, float* found", "x, n, found")
+    w.lines.append(f"{name}({w.pointer_to(v)}, {w.text(v.span)}, &{into});")
+
+
+def _rectify(w: Any, c: Call, act: str) -> None:
+    out = c.outputs[0]
+    assert out is not None
+    y = View(out, out.shape, out.strides)
+    name = _function(w, y, "rectify", "{word}* y, int64_t n, float top", "y, n, top")
+    w.lines.append(f"{name}({out.name}_t.data<{STORAGE[out.dtype]}>(), {w.text(y.span)}, {TOPS[act]});")
+
+
+def _function(w: Any, v: View, name: str, parameters: str, arguments: str) -> str:
+    word = STORAGE[v.buffer.dtype]
+    parameters = parameters.format(word=word)
+    unit = _UNIT.format(name=name, word=word, parameters=parameters, arguments=arguments)
+    return str(w.template(f"{name}_{word}", parameters, unit))
+
+
+__all__ = ["TOPS", "emit", "serves"]
