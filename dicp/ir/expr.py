@@ -363,6 +363,28 @@ def walk(*roots: Expr) -> list[Expr]:
     return out
 
 
+DEEP = 64
+"""Operands beneath an expression above which they are written before it, not from within it."""
+GUARDING = frozenset(["load", "index", "masked", "check", "nonzero", "const", "ref"])
+"""Ops whose operands are written as they say: elsewhere, or where a mask holds."""
+
+
+def deep_operands(x: Expr, place: Any, visited: set[tuple[Expr, Any]]) -> list[Expr]:
+    """What is computed where x is and on the way to it, operands before users, if that is more than recursion
+    of a writer's should go through: sums of hundreds of terms. visited: what was given before, by place."""
+    order: list[Expr] = []
+    stack = [(x, False)]
+    while stack:
+        e, done = stack.pop()
+        if done:
+            order.append(e)
+        elif (e, place) not in visited:
+            visited.add((e, place))
+            stack.append((e, True))
+            stack += [(a, False) for a in reversed(children(e) if e.op not in GUARDING else ())]
+    return order[:-1] if len(order) > DEEP else []
+
+
 def own_variables(x: Expr) -> set[ix.Var]:
     """Loop variables and size symbols in x's own indices."""
     out: set[ix.Var] = set()

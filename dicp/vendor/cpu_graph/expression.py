@@ -149,12 +149,6 @@ class Scope:
         return None
 
 
-DEEP = 64
-"""Operands beneath an expression above which they are written before it, not from within it."""
-GUARDING = frozenset(["load", "index", "masked", "check", "nonzero", "const", "ref"])
-"""Ops that say themselves how their operands are written."""
-
-
 class ExpressionWriter:
     """Writes expressions of one kernel into scopes."""
 
@@ -212,7 +206,7 @@ class ExpressionWriter:
             return literal(x.args[0], x.dtype)
         if x.op == "ref":
             return self.refs[x.args[0]][0]
-        for operand in self._deep_operands(x, mask):
+        for operand in ex.deep_operands(x, mask, self._visited):
             self.write(operand, scope, mask)
         key = (x, mask if mask is not None and self.reads_memory(x) else None)
         if key[1] is None:
@@ -230,22 +224,6 @@ class ExpressionWriter:
         scope.lines.append(f"const {kind} {name} = {text};{note}")
         scope.names[key] = name
         return name
-
-    def _deep_operands(self, x: Expr, mask: Mask | None) -> list[Expr]:
-        """What is computed where x is and on the way to it, operands before users, if that is more than
-        recursion should go through: sums of hundreds of terms."""
-        order: list[Expr] = []
-        stack = [(x, False)]
-        while stack:
-            e, done = stack.pop()
-            if done:
-                order.append(e)
-            elif (e, mask) not in self._visited:
-                self._visited.add((e, mask))
-                stack.append((e, True))
-                below = ex.children(e) if e.op not in GUARDING else ()
-                stack += [(a, False) for a in reversed(below)]
-        return order[:-1] if len(order) > DEEP else []
 
     def vector(self, x: Expr, scope: Scope, mask: Mask | None = None) -> str:
         """Like write, broadcast to a vector when x is the same in every lane."""

@@ -140,6 +140,7 @@ class ExpressionWriter:
         self._dims: dict[Expr, Dims] = {}
         self._needs: dict[Expr, frozenset[Any]] = {}
         self._loads: dict[Expr, bool] = {}
+        self._visited: set[tuple[Expr, Mask | None]] = set()
 
     def fresh(self, stem: str = "v") -> str:
         self.count += 1
@@ -149,11 +150,11 @@ class ExpressionWriter:
 
     def dims(self, x: Expr) -> Dims:
         """Tile dims along which x differs."""
-        if x not in self._dims:
-            if x.op == "ref":
-                return self.ref_dims[x.args[0]]
-            own = NO_DIMS.union(*(self.var_dims.get(v, NO_DIMS) for v in ex.own_variables(x)))
-            self._dims[x] = own.union(*(self.dims(c) for c in ex.children(x)))
+        for e in () if x in self._dims else ex.walk(x):
+            own = NO_DIMS.union(*(self.var_dims.get(v, NO_DIMS) for v in ex.own_variables(e)))
+            if e.op == "ref":
+                own = self.ref_dims[e.args[0]]
+            self._dims[e] = own.union(*(self._dims[c] for c in ex.children(e)))
         return self._dims[x]
 
     def index_dims(self, i: Index) -> Dims:
@@ -167,9 +168,9 @@ class ExpressionWriter:
 
     def needs(self, x: Expr) -> frozenset[Any]:
         """Loop variables and refs that x depends on."""
-        if x not in self._needs:
-            own = frozenset(ex.own_variables(x)) | (frozenset([x.args[0]]) if x.op == "ref" else frozenset())
-            self._needs[x] = own.union(*(self.needs(c) for c in ex.children(x)))
+        for e in () if x in self._needs else ex.walk(x):
+            own = frozenset(ex.own_variables(e)) | (frozenset([e.args[0]]) if e.op == "ref" else frozenset())
+            self._needs[e] = own.union(*(self._needs[c] for c in ex.children(e)))
         return self._needs[x]
 
     def index_needs(self, i: Index) -> frozenset[Any]:
@@ -179,8 +180,8 @@ class ExpressionWriter:
         return out
 
     def reads_memory(self, x: Expr) -> bool:
-        if x not in self._loads:
-            self._loads[x] = x.op in ("load", *ex.CHECKS) or any(self.reads_memory(c) for c in ex.children(x))
+        for e in () if x in self._loads else ex.walk(x):
+            self._loads[e] = e.op in ("load", *ex.CHECKS) or any(self._loads[c] for c in ex.children(e))
         return self._loads[x]
 
     def _home(self, x: Expr, scope: Scope) -> Scope:
@@ -197,6 +198,8 @@ class ExpressionWriter:
             return typed(x.args[0], x.dtype)
         if x.op == "ref":
             return self.refs[x.args[0]]
+        for operand in ex.deep_operands(x, mask, self._visited):
+            self.write(operand, scope, mask)
         key = (x, mask.name if mask is not None and self.reads_memory(x) else None)
         if key[1] is None:
             scope, mask = self._home(x, scope), None

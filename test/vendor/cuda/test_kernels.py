@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels import TARGETS, compile_everywhere, load, reference, run
+from kernels import TARGETS, compile_everywhere, load, pointwise, reference, run
 
 from dicp.config import Config
 from dicp.ir import expr as ex
@@ -54,6 +54,16 @@ def agree(
     got, want = run(kernel, tensors, sizes, config), reference(kernel, tensors, sizes)
     for g, w in zip(got, want):
         torch.testing.assert_close(g, w, equal_nan=True, **how)
+
+
+def test_sums_of_hundreds_of_terms(config: Config) -> None:
+    """More than Python's recursion goes through."""
+    i = ix.of(Var("i", 40))
+    total = x = load("x", i)
+    for k in range(400):
+        total = total + x * float(k % 3)
+    kernel = pointwise(total, 40, {"x": torch.float32})
+    agree(kernel, [torch.randn(40), torch.zeros(40)], (), config)
 
 
 def outputs(kernel: Kernel, x: torch.Tensor, m: int, scan: bool) -> list[torch.Tensor]:
