@@ -114,12 +114,13 @@ def test_bounds_that_grow_are_measured_again() -> None:
 @pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="oneDNN has no bfloat16 on this processor")
 @pytest.mark.parametrize("freeze", [False, True])
 def test_norms_folded_in_low_precision_are_as_exact_as_eager(freeze: bool) -> None:
-    """Their bias stays float32: rounded, errors of means that are large beside deviations were 1.4 times eager's."""
+    """Their bias stays float32: it is large where means are large beside deviations."""
     torch.manual_seed(0)
     layers = [torch.nn.Conv2d(16, 16, 1, bias=False), torch.nn.BatchNorm2d(16)]
     m = torch.nn.Sequential(*layers)
     with torch.no_grad():
         layers[1].running_mean.normal_(0, 20)  # type: ignore[union-attr, operator]
+        layers[1].running_var.uniform_(0.5, 2)  # type: ignore[union-attr, operator]
         m = m.eval().requires_grad_(False).bfloat16()
         errors = torch.zeros(2)
         compiled = torch.compile(m, backend="dicp_cpu", options={"freeze": freeze})
@@ -128,4 +129,4 @@ def test_norms_folded_in_low_precision_are_as_exact_as_eager(freeze: bool) -> No
             x = x.contiguous(memory_format=torch.channels_last)
             exact = copy.deepcopy(m).double()(x.double())
             errors += torch.stack([(f(x).double() - exact).norm() for f in (compiled, m)]).float()
-    assert errors[0] < 1.1 * errors[1]
+    assert errors[0] < 1.05 * errors[1]  # 1.00; with a rounded bias 1.12
