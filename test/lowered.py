@@ -12,7 +12,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch.fx import GraphModule, Node
 
-from dicp import compat
+from dicp.compat import autograd
 from dicp.config import Config
 from dicp.ir import index as ix
 from dicp.ir.interpret_kernel import run_kernel
@@ -71,7 +71,7 @@ def traced(
         return compiler
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return compat.aot_compile(
+        return autograd.aot_compile(
             gm,
             example_inputs,
             forward=keep("forward"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch.fx as fx
 
 from dicp import compat
+from dicp.compat import autograd
 from dicp.compiler import Compiled, compile_graph, watched
 from dicp.dynamo_bridge import saved
 from dicp.dynamo_bridge.activations import Activations, result_names
@@ -35,18 +36,18 @@ def compile_joint(
 ) -> Callable[..., Any]:
     """Trace forward and (where gradients are needed) backward, and compile each; or take what torch's cache
     has of an earlier compile."""
-    stored = compat.must_save() or (not watched() and saved.can_save(gm, vendor, config))
+    stored = autograd.must_save() or (not watched() and saved.can_save(gm, vendor, config))
     note_recompile(config)
     tag = saved.cache_tag(vendor, config) if stored else None
     with saved.loading_under(vendor, config):
-        shortcut = None if tag is None else compat.Shortcut(gm, example_inputs, tag)
+        shortcut = None if tag is None else autograd.Shortcut(gm, example_inputs, tag)
         found = None if shortcut is None else shortcut.load()
     if found is not None:
         return found  # type: ignore[no-any-return]
     parts = _Parts(gm, vendor, config, stored, shortcut)
     try:
         with saved.loading_under(vendor, config):
-            joint = compat.aot_compile(
+            joint = autograd.aot_compile(
                 gm,
                 example_inputs,
                 **{role: functools.partial(parts.compile, role) for role in ROLES},
@@ -91,7 +92,7 @@ class _Parts:
             self.activations.laid_out(names, compiled)
         if not self.stored:
             return compiled.call
-        return saved.saved(compiled, self.shortcut, late=not compat.bundling(), effects=effects)
+        return saved.saved(compiled, self.shortcut, late=not autograd.bundling(), effects=effects)
 
     def partitioned(self, forward: fx.GraphModule, backward: fx.GraphModule, visible: int) -> None:
         """Edits a forward and its backward, given how many of the forward's results are not saved ones."""

@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from dicp import compat
+from dicp.compat import autograd
 from dicp.compiler import Compiled
 from dicp.config import Config
 from dicp.errors import CacheError
@@ -30,10 +31,10 @@ _Compile = tuple[Any, Config] | None
 _compile: contextvars.ContextVar[_Compile] = contextvars.ContextVar("dicp_compile", default=None)
 
 
-class SavedGraph(compat.output_code()):  # type: ignore[misc]
+class SavedGraph(autograd.output_code()):  # type: ignore[misc]
     """A compiled graph that torch can store: called with a (boxed) list of inputs, pickled as an Artifact.
 
-    key: the one under which `compat.Shortcut` finds it, "" for none. problem: why it cannot be stored.
+    key: the one under which `autograd.Shortcut` finds it, "" for none. problem: why it cannot be stored.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SavedGraph(compat.output_code()):  # type: ignore[misc]
     def prepare_for_serialization(self) -> None:
         """Called by torch before it pickles."""
         if self.problem:
-            compat.bypass_cache(self.problem)
+            autograd.bypass_cache(self.problem)
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
         """Triton's kernels travel in the artifact."""
@@ -76,7 +77,7 @@ class LateGraph(SavedGraph):
     shortcut: Any = None
 
     def __call__(self, inputs: list[Any]) -> Any:
-        compat.end_bundling()
+        autograd.end_bundling()
         if self.shortcut is not None:
             self.shortcut.note()
             self.shortcut = None
@@ -108,7 +109,7 @@ def load(data: bytes, vendor: Any, config: Config) -> Callable[[list[Any]], Any]
     return call  # type: ignore[no-any-return]
 
 
-def saved(compiled: Compiled, shortcut: compat.Shortcut | None, late: bool, effects: bool) -> SavedGraph:
+def saved(compiled: Compiled, shortcut: autograd.Shortcut | None, late: bool, effects: bool) -> SavedGraph:
     """What the inner compiler returns for a graph; one that cannot be saved says why when torch tries to.
 
     late: the compile is that of a backward at its first call. effects: the graph takes effect tokens, which
@@ -125,11 +126,11 @@ def saved(compiled: Compiled, shortcut: compat.Shortcut | None, late: bool, effe
     except CacheError as e:
         return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: {e}")
     for unit in program.all_units:
-        compat.record_artifact(unit.key.digest, unit.to_bytes())
+        autograd.record_artifact(unit.key.digest, unit.to_bytes())
     key = "" if shortcut is None else shortcut.key
     if not late:
         return SavedGraph(compiled.call, artifact, key)
-    compat.begin_bundling()
+    autograd.begin_bundling()
     graph = LateGraph(compiled.call, artifact, key)
     graph.shortcut = shortcut
     return graph

@@ -1,0 +1,280 @@
+"""AOTAutograd, torch's own caches of what it compiles, and what dicp has them keep."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NoReturn
+
+import torch
+
+from dicp.autoload import ARTIFACT, register_artifact
+from dicp.compat import higher_order_name
+
+
+def aot_compile(
+    gm: Any,
+    example_inputs: Any,
+    *,
+    forward: Any,
+    backward: Any,
+    inference: Any,
+    decompositions: Any,
+    partitioned: Callable[[Any, Any, int], None] = lambda forward, backward, visible: None,
+    tag: str | None = None,
+) -> Any:
+    """AOTAutograd with the min-cut partitioner; mutated inputs stay copy_ nodes of the graphs.
+
+    partitioned: edits a forward and its backward, given how many of the forward's results are not saved ones.
+    tag: the compilers return what `output_code` is the base of, and AOTAutograd's cache is used; its key
+    has the tag in it.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(joint: Any, inputs: Any, **given: Any) -> tuple[Any, Any]:
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **given)
+        partitioned(forward, backward, given["num_fwd_outputs"])
+        return forward, backward
+
+    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
+    with ExitStack() as stack:
+        if tag is not None:
+            from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+
+            compilers = {k: SerializableAOTDispatchCompiler(output_code(), c) for k, c in compilers.items()}
+            stack.enter_context(_caching(tag))
+        compiled = aot_autograd(
+            **compilers,
+            decompositions=decompositions,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+        return _for_file(compiled) if must_save() else compiled
+
+
+class Shortcut:
+    """AOTAutograd's cache, without what torch's key costs once per process: importing Inductor's code
+    generators, and hashing the sources of torch and triton, more than a second.
+
+    A key of our own leads to torch's, in a file beside torch's entries. Only an entry that holds our key is
+    taken, so that a wrong or outdated file is a miss. `key` is "" where there is no such way.
+    """
+
+    def __init__(self, gm: Any, example_inputs: Any, tag: str) -> None:
+        from torch._functorch._aot_autograd import autograd_cache
+
+        self.key, self._gm, self._tag = "", gm, tag
+        plain = all(isinstance(x, (torch.Tensor, torch.SymInt, int, float)) for x in example_inputs)
+        triton = any(str(higher_order_name(n.target)).startswith("triton") for n in gm.graph.nodes)
+        # torch has the hook that the key relies on since 2.13; Dynamo's packages go their own way
+        known = hasattr(autograd_cache.AOTAutogradCacheDetails, "_init_fx_graph_hash_details")
+        if known and plain and not triton and not must_save() and not torch._dynamo.config.caching_precompile:
+            with _caching(tag), suppress(Exception):  # what cannot be prepared or hashed has no key
+                self._prepare(example_inputs)
+                self.key = self._hash()
+
+    def _prepare(self, example_inputs: Any) -> None:
+        from torch._functorch import aot_autograd, config
+
+        prepared = aot_autograd.prepare_aot_module_simplified(
+            self._gm,
+            example_inputs,
+            None,
+            {},
+            True,
+            False,
+            flatten=False,
+            force_non_lazy_backward_lowering=config.force_non_lazy_backward_lowering,
+        )
+        self._parameters, self._inputs, self._config = prepared[1], prepared[4], prepared[6]
+
+    def _hash(self) -> str:
+        from torch._functorch._aot_autograd import autograd_cache as cache
+
+        class Details(cache.AOTAutogradCacheDetails):
+            def _init_fx_graph_hash_details(self, gm: Any, example_inputs: Any, fx_config: Any) -> None:
+                self.gm, self.example_inputs = gm, example_inputs
+                self.settings = _torch_settings()
+
+            def get_triton_source_codes_from_gm(self, gm: Any) -> list[str]:
+                return []  # there are none, and asking imports Inductor's code generators
+
+        with cache.sanitize_gm_for_cache(self._gm):
+            cache.check_cacheable(self._gm)
+            details = Details(self._gm, self._inputs, self._config, cache.create_fx_config())
+            return "dicp" + str(cache.AOTAutogradCachePickler(self._gm).get_hash(vars(details)))
+
+    def _file(self) -> str:
+        from torch._inductor.runtime.runtime_utils import cache_dir
+
+        return os.path.join(cache_dir(), "dicp", self.key)
+
+    def load(self) -> Any:
+        """The compiled function, where the cache has it; else None."""
+        from torch._functorch._aot_autograd import autograd_cache as cache
+
+        if not self.key or not cache.should_use_local_autograd_cache():
+            return None
+        with _caching(self._tag), suppress(Exception):  # as torch does: whatever is wrong, it is a miss
+            with open(self._file()) as file:
+                key = file.read()
+            if not (len(key) > 32 and key.isalnum()):  # damaged
+                return None
+            found = cache.AOTAutogradCache._lookup(key, True, False, self._inputs, {}, self._config)
+            if found is not None and getattr(found[0].compiled_fw.result, "key", "") == self.key:
+                return self._function(
+                    found[0].wrap_post_compile(self._inputs, self._config, cache.create_fx_config())
+                )
+        return None
+
+    def _function(self, compiled: Any) -> Any:
+        from torch._dynamo.utils import counters as all_counters
+
+        for name in ("total", "ok", "autograd_cache_hit"):
+            all_counters["aot_autograd"][name] += 1
+        parameters = list(self._parameters)
+
+        def forward(*args: Any) -> Any:
+            return compiled([*parameters, *args])
+
+        return torch._dynamo.disable(forward, reason="do not trace AOT-compiled graph")
+
+    def note(self) -> None:
+        """Write down where torch has stored, or found, the result that holds our key."""
+        from torch.compiler._cache import CacheArtifactManager
+
+        if not self.key:
+            return
+        mark = self.key.encode()
+        for artifact in CacheArtifactManager._new_cache_artifacts.get("aot_autograd", ()):
+            if mark in artifact.content:
+                with suppress(OSError):  # a cache that cannot be written
+                    path = self._file()
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                    beside = f"{path}.{os.getpid()}.{threading.get_ident()}"
+                    with open(beside, "w") as file:
+                        file.write(artifact.key)
+                    os.replace(beside, path)
+
+
+def _torch_settings() -> tuple[Any, ...]:
+    """What torch's key has beside the graph and AOTAutograd's settings, as far as it matters to dicp."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    shapes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    hints = getattr(shapes, "var_to_hint_override", None) or {}
+    return (
+        torch.compiler.config.cache_key_tag,
+        _torch_files(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        str(torch.get_default_device()),
+        torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+        sorted((str(symbol), value) for symbol, value in hints.items()),
+    )
+
+
+@functools.cache
+def _torch_files() -> str:
+    """Which torch this is: names, sizes and times of its sources."""
+    found, folders = [torch.__version__], [os.path.dirname(torch.__file__)]
+    while folders:
+        with os.scandir(folders.pop()) as listing:
+            for item in listing:
+                if item.name.endswith(".py"):
+                    status = item.stat()
+                    found.append(f"{item.path} {status.st_size} {status.st_mtime_ns}")
+                elif item.is_dir() and item.name not in ("__pycache__", "include", "lib", "testing"):
+                    folders.append(item.path)
+    return hashlib.blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest()
+
+
+def _for_file(compiled: Any) -> Any:
+    """What torch's `aot_compile` takes from a backend: 2.11 wraps the result of its own backends only."""
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12) or not hasattr(compiled, "serialize"):
+        return compiled
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+
+    return BundledAOTAutogradSerializableCallable(compiled)
+
+
+@contextmanager
+def _caching(tag: str) -> Iterator[None]:
+    """The settings that AOTAutograd's cache is used under; they hold for this thread alone."""
+    from torch._functorch import config
+
+    settings = {
+        "bundled_autograd_cache": True,  # the result itself, not a key of Inductor's cache
+        # Dynamo's package is saved as it is then: no backward could be added to it later
+        "force_non_lazy_backward_lowering": config.force_non_lazy_backward_lowering
+        or torch._dynamo.config.caching_precompile,
+    }
+    user = torch.compiler.config.cache_key_tag
+    with config.patch(settings), torch.compiler.config.patch(cache_key_tag=f"{user}{tag}"):
+        yield
+
+
+def output_code() -> type:
+    """The base class of what an inner compiler returns when AOTAutograd is to store it."""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def must_save() -> bool:
+    """Whether torch is compiling for a file (`aot_compile`)."""
+    from torch._functorch import config
+
+    return bool(config.force_autograd_cache and config.bundled_autograd_cache)
+
+
+def bypass_cache(reason: str) -> NoReturn:
+    """Tell AOTAutograd's cache, while it saves a result, that this one is not to be stored."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    raise BypassAOTAutogradCache(reason)
+
+
+def record_artifact(key: str, content: bytes) -> None:
+    """Have `torch.compiler.save_cache_artifacts` carry this entry of the build cache."""
+    from torch.compiler._cache import CacheArtifactManager
+
+    register_artifact()
+    CacheArtifactManager.record_artifact(ARTIFACT, key, content)
+
+
+_late = threading.local()
+
+
+def bundling() -> bool:
+    """Whether this thread is inside `aot_compile` with a tag."""
+    from torch._functorch import config
+
+    return bool(config.bundled_autograd_cache)
+
+
+def begin_bundling() -> None:
+    """AOTAutograd's cache stores bundled results in this thread, until `end_bundling`."""
+    from torch._functorch import config
+
+    end_bundling()
+    _late.settings = config.patch(bundled_autograd_cache=True)
+    _late.settings.__enter__()
+
+
+def end_bundling() -> None:
+    """Undo `begin_bundling`; nothing where there was none."""
+    settings = getattr(_late, "settings", None)
+    if settings is not None:
+        _late.settings = None
+        settings.__exit__(None, None, None)
