@@ -200,12 +200,7 @@ def reference(
     for lower precision compute."""
     kinds = {i.name: a.dtype for i, a in zip(p.inputs, args, strict=True)} | dtypes
     noise = Noise(push_seed, kinds, deep)
-    wide = [
-        a.detach().to(tolerance.wide(a.dtype)).requires_grad_(a.requires_grad)
-        if tolerance.is_inexact(a.dtype)
-        else a
-        for a in args
-    ]
+    wide = [widened(a.detach()).requires_grad_(a.requires_grad) for a in args]
     copies = frozenset(
         s.out
         for s in p.body
@@ -221,6 +216,19 @@ def reference(
         return None
     finally:
         torch.set_default_dtype(default)
+
+
+def widened(a: torch.Tensor) -> torch.Tensor:
+    """A floating-point or complex tensor in fp64, as it lies: whether statements copy depends on that."""
+    if not tolerance.is_inexact(a.dtype):
+        return a
+    if a.is_conj():
+        return widened(a.conj()).conj()
+    if a.is_neg():
+        return torch._neg_view(widened(torch._neg_view(a)))
+    once = a[tuple(slice(0, 1 if s == 0 else None) for s in a.stride())]
+    wide = torch.empty_strided(once.shape, once.stride(), dtype=tolerance.wide(a.dtype))
+    return wide.copy_(once).expand(a.shape)
 
 
 def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]:

@@ -120,8 +120,12 @@ class Noise:
         return x * (1 + eps * signs)
 
     def signs(self, x: torch.Tensor) -> torch.Tensor:
-        """Ones and minus ones."""
-        return torch.randint(0, 2, x.shape, generator=self.generator) * 2 - 1
+        """Ones and minus ones, the same for equal numbers: rounding is a function of what is rounded, and
+        rows that are alike err alike."""
+        parts = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()[..., None]
+        bits = parts.contiguous().resolve_neg().double().view(torch.int64)
+        odd = torch.randint(1 << 62, (bits.shape[-1],), generator=self.generator) * 2 + 1
+        return (((bits ^ bits >> 32) * odd).sum(-1) >> 62 & 1) * 2 - 1
 
     def pull(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """An operand: its gradient from here is moved."""

@@ -198,8 +198,9 @@ def _is_cheap(node: Node) -> bool:
 def _save(fw: _Forward, backward: GraphModule, leaves: list[Node], placeholders: dict[str, Node]) -> None:
     """Have the leaves reach the backward, as the first of the saved tensors: it gets saved sizes first. A
     kept view of one becomes a view that the backward takes."""
+    made: set[Node] = set()
     for leaf in leaves:
-        if leaf in fw.kept:
+        if leaf in fw.kept or leaf in made:
             continue
         first = next(n for n in fw.saved if is_tensor(n))
         at = fw.visible + fw.saved.index(first)
@@ -210,6 +211,7 @@ def _save(fw: _Forward, backward: GraphModule, leaves: list[Node], placeholders:
         _return(fw, [*results[:at], (leaf, results[at][1]), *results[at:]])
         views = fw.views(leaf)
         fw.kept = (fw.kept | {leaf}) - set(views)
+        made |= set(views)  # one of them may be a leaf, too
         for view in views:
             _make_again(view, fw, backward, placeholders)
 

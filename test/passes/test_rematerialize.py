@@ -232,3 +232,12 @@ def test_views_whose_sizes_are_not_kept() -> None:
     partition(repeated, *mine, dynamic=True)
     repeated(*exact).sum().backward()
     torch.testing.assert_close(mine[0].grad, exact[0].grad)
+
+
+def test_an_input_and_a_view_of_it() -> None:
+    """Where a value is made from both, the view, kept before, becomes one of the input, which is kept instead."""
+    (x,) = leaves((128, 100), dtype=torch.complex64)
+    forward, backward, made = partition(lambda x: torch.view_as_real(torch.reciprocal(x * x.conj() + 1)), x)
+    assert made.values == 1 and saved(forward) == []
+    names = [n.name for n in backward.graph.nodes]
+    assert len(names) == len(set(names))
