@@ -125,7 +125,8 @@ class Noise:
         parts = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()[..., None]
         bits = parts.contiguous().resolve_neg().double().view(torch.int64)
         odd = torch.randint(1 << 62, (bits.shape[-1],), generator=self.generator) * 2 + 1
-        return (((bits ^ bits >> 32) * odd).sum(-1) >> 62 & 1) * 2 - 1
+        mixed = ((bits ^ bits >> 32) * odd).sum(-1)
+        return ((mixed ^ mixed >> 31) * -0x61C8864680B583EB >> 62 & 1) * 2 - 1
 
     def pull(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """An operand: its gradient from here is moved."""
