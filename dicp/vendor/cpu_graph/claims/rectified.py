@@ -25,6 +25,7 @@ TOPS = {"relu": "__builtin_inff()", "relu6": "6.0f"}
 
 _UNKNOWN = "__builtin_inff()"
 _SAFE = "1e38f"  # sums below it neither overflow nor are rounded to infinity
+_ROUNDED = "1.01"  # more than what a sum and its rounding to a low precision add
 
 _UNIT = """\
 #include "dicp_rectified.h"
@@ -52,7 +53,7 @@ def emit(w: Any, c: Call, act: str, convolve: Callable[[str], None]) -> None:
     """The call. convolve("none" or act): adds oneDNN's, with that inside."""
     x, weight, bias, other = c.args[:4]
     packed = weight.buffer.kind == "packed"
-    if not packed or not (act in TOPS or _feeds_convolutions(c)):
+    if not packed or not (act in TOPS or act == "none" and _feeds_convolutions(c)):
         convolve("none" if act in TOPS else act)
         if act in TOPS:
             _rectify(w, c, act)
@@ -64,7 +65,7 @@ def emit(w: Any, c: Call, act: str, convolve: Callable[[str], None]) -> None:
         convolve(act)
     top = TOPS.get(act, _UNKNOWN)
     most = sums if top == _UNKNOWN else f"({sums} < {top} ? {sums} : {top})"
-    w.lines.append(f"{_bound(w, c.outputs[0].name)} = {sums} < {_SAFE} ? {most} : {_UNKNOWN};")  # type: ignore[union-attr]
+    w.lines.append(f"{_bound(w, c.outputs[0])} = {sums} < {_SAFE} ? {most} : {_UNKNOWN};")
 
 
 def _feeds_convolutions(c: Call) -> bool:
@@ -74,6 +75,7 @@ def _feeds_convolutions(c: Call) -> bool:
 def _sums(w: Any, c: Call, x: View, weight: View, bias: Any, other: Any, measured: bool) -> str:
     """The variable with what no sum exceeds. measured: images may be read for it."""
     sums, factor = w.fresh("sums"), f"((const double*){w.packed(weight)})[1]"
+    bounds = {id(v): _bound(w, v.buffer) for v in (x, other) if v is not None}
     added = ""
     if bias is not None:
         most = w.fresh("most")
@@ -81,21 +83,26 @@ def _sums(w: Any, c: Call, x: View, weight: View, bias: Any, other: Any, measure
         _largest(w, bias, most)
         added = f" + {most}"
     if other is not None:
-        added += f" + {_bound(w, other.buffer.name)}"
-    text = f"(float)({factor} * {_bound(w, x.buffer.name)}{added})"
+        added += f" + {bounds[id(other)]}"
+    text = f"(float)({_ROUNDED} * ({factor} * {bounds[id(x)]}{added}))"
     w.lines.append(f"float {sums} = {text};")
     if measured:
         w.lines.append(f"if (!({sums} < {_SAFE})) {{")
         for v in (x, other):
             if v is not None:
-                _largest(w, v, _bound(w, v.buffer.name))
+                _largest(w, v, bounds[id(v)])
         w.lines += [f"{sums} = {text};", "}"]
     return str(sums)
 
 
-def _bound(w: Any, name: str) -> str:
-    """The variable with a bound of a tensor's magnitudes."""
-    variable = f"bound_{name}"
+def _bound(w: Any, buffer: Any) -> str:
+    """The variable with a bound of a tensor's magnitudes; of an input, which may be written between calls,
+    one of this call."""
+    if buffer.kind == "input":
+        variable = str(w.fresh("bound"))
+        w.lines.append(f"float {variable} = {_UNKNOWN};")
+        return variable
+    variable = f"bound_{buffer.name}"
     if variable not in w.declared:
         w.declared.add(variable)
         w.hoisted.append(f"float {variable} = {_UNKNOWN};")
