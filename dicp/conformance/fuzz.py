@@ -8,6 +8,7 @@ the program it died of is a finding like any other.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -48,7 +49,32 @@ def check(p: Any, backend: str) -> tuple[Any, bool] | None:
 
 def upstream(p: Any, backend: str, finding: Any, second: bool) -> bool:
     """Whether `aot_eager`, which is no compiler, goes wrong in the same way, and to the same results in all
-    that is wrong; or raises, where torch traced tensors that lie otherwise than eager's."""
+    that is wrong; or raises, where torch traced tensors that lie otherwise than eager's; or does so as to the
+    wrong result alone, and to all others."""
+    return _upstream_whole(p, backend, finding, second) or _upstream_by_result(p, backend, finding)
+
+
+def _upstream_by_result(p: Any, backend: str, finding: Any) -> bool:
+    """`aot_eager` may get one result wrong and raise about another, or about a write to what that is a view
+    of. So: what the wrong one is computed from, without writes; and the program without it."""
+    from .fuzz_shrink import tidy
+
+    writes = any(s.out is None for s in p.body)
+    if finding.result is None or len(p.outputs) == 1 and not writes:
+        return False
+    wrong = p.outputs[finding.result]
+    pure = tuple(s for s in p.body if s.out is not None)
+    alone = tidy(dataclasses.replace(p, body=pure, outputs=(wrong,)))
+    found = check(alone, backend)
+    if found is None or not upstream(alone, backend, *found):
+        return False
+    others = tuple(o for o in p.outputs if o != wrong)
+    rest = tidy(dataclasses.replace(p, outputs=others))
+    found = check(rest, backend) if others else None
+    return found is None or upstream(rest, backend, *found)
+
+
+def _upstream_whole(p: Any, backend: str, finding: Any, second: bool) -> bool:
     import torch
 
     from .fuzz_program import differs, function, inputs_of, misled, run

@@ -257,11 +257,12 @@ def eager_dtypes(p: Program, args: list[torch.Tensor]) -> dict[str, torch.dtype]
 @dataclass(frozen=True)
 class Finding:
     """What is wrong with a compiled program. kind: error | crash | hang | metadata | value | gradient |
-    mutation.
+    mutation. result: which of the program's, where it is one of them.
     """
 
     kind: str
     message: str
+    result: int | None = None
 
 
 def differs(
@@ -278,20 +279,23 @@ def differs(
         for i, (a, e) in enumerate(zip(actual[part], eager[part], strict=True)):
             if pardon is not None and tolerance.alike([a], [pardon[part][i]]):
                 continue
+            result = i if part == 0 else None
             if a is None or e is None:
                 if (a is None) != (e is None):
-                    return Finding(kind, f"{kind} {i}: one is None")
+                    return Finding(kind, f"{kind} {i}: one is None", result)
                 continue
             if a.dtype != e.dtype or a.shape != e.shape:
                 return Finding(
                     "metadata",
                     f"{kind} {i}: compiled {a.dtype} {tuple(a.shape)}, eager {e.dtype} {tuple(e.shape)}",
+                    result,
                 )
             # What torch's own fake implementations promise is all that a compiler is told.
             if part == 0 and _strides(a) != _strides(e) and _strides(a) != _promised(p, second, i):
                 return Finding(
                     "metadata",
                     f"result {i}: strides compiled {a.stride()}, eager {e.stride()} of {tuple(e.shape)}",
+                    result,
                 )
             if tolerance.same_bits(a, e):
                 continue
@@ -300,7 +304,7 @@ def differs(
             if steps and None not in steps:
                 why = _unexplained(a, e, [r[part][i] for r in steps if r is not None])
             if why is not None:
-                return Finding(kind, f"{kind} {i} {e.dtype} {tuple(e.shape)}: {why}")
+                return Finding(kind, f"{kind} {i} {e.dtype} {tuple(e.shape)}: {why}", result)
     return None
 
 

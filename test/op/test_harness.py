@@ -651,6 +651,40 @@ def test_a_finding_is_upstreams_whatever_rounding_does_beside_it(monkeypatch: py
     assert not upstream(p, "other", finding, False)
 
 
+def test_a_finding_is_upstreams_where_each_result_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two results, of which `aot_eager` gets one wrong, and raises where the other is there as well."""
+    from dicp.conformance import fuzz
+    from dicp.conformance.fuzz_program import Finding, Input, Program, Statement
+
+    body = tuple(Statement(f"v{k}", "{0} + 1", ("x0",), True, "unary") for k in range(2))
+    p = Program(1, (Input("x0", (3,), "float32"),), body, ("v0", "v1"), False, False)
+    wrong, raised = Finding("value", "wrong", 0), Finding("error", "raises")
+    both, first, second = ("v0", "v1"), ("v0",), ("v1",)
+    found: dict[tuple[str, tuple[str, ...]], Finding] = {
+        ("mine", both): wrong,
+        ("aot_eager", both): raised,
+        ("mine", first): wrong,
+        ("aot_eager", first): wrong,
+    }
+
+    def check(q: Program, backend: str) -> object:
+        at = found.get((backend, q.outputs))
+        return None if at is None else (at, False)
+
+    def whole(q: Program, backend: str, finding: Finding, sizes: bool) -> bool:
+        return found.get(("aot_eager", q.outputs)) == finding
+
+    monkeypatch.setattr(fuzz, "check", check)
+    monkeypatch.setattr(fuzz, "_upstream_whole", whole)
+    assert fuzz.upstream(p, "mine", wrong, False)
+    found["mine", second] = wrong
+    assert not fuzz.upstream(p, "mine", wrong, False)
+    found["aot_eager", second] = wrong
+    assert fuzz.upstream(p, "mine", wrong, False)
+    del found["aot_eager", first]
+    assert not fuzz.upstream(p, "mine", wrong, False)
+
+
 def test_wide_slice_has_all_operators_of_cis() -> None:
     """What `run_test_op.sh wide` runs: over 5,000 cases, a dozen to a unit."""
     from ci_slice import ci_units, operators
