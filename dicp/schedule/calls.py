@@ -28,10 +28,10 @@ def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
         args = tuple(_as_traced(low, a) for a in node.args)
         kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
     else:
-        args, kwargs = low._arguments(node)
+        args, kwargs = low.arguments(node)
         if claim.prepare is not None:
             args = claim.prepare(low, node, args)
-        args, kwargs = low._operands(args), {k: low._operands(v) for k, v in kwargs.items()}
+        args, kwargs = low.operands(args), {k: low.operands(v) for k, v in kwargs.items()}
     strides = claim.strides(low, node, args)
     return _add_call(low, node, args, kwargs, claim, strides, "temp" if claim.out else "library")
 
@@ -83,7 +83,7 @@ def slice_read_from_data(low: Lowering, node: fx.Node) -> Value:
     def element(idx: Indices) -> Expr:
         return value((*idx[:dim], idx[dim] * step + first, *idx[dim + 1 :]))  # type: ignore[no-any-return]
 
-    return Value(low._sizes(val.shape), val.dtype, element)
+    return Value(low.sizes(val.shape), val.dtype, element)
 
 
 def effect(low: Lowering, node: fx.Node) -> Any:
@@ -154,7 +154,7 @@ def _as_traced(low: Lowering, a: Any) -> Any:
     if not isinstance(value, (Value, Buffer)):
         return value
     view = low.operand(value)
-    wanted = low._sizes(val.stride())
+    wanted = low.sizes(val.stride())
     if strides_agree(view.strides, wanted, view.shape) or isinstance(value, Buffer) or not no_overlap(val):
         return view
     return low.in_order(value, order_of(val))
@@ -182,11 +182,11 @@ def _add_call(
             continue
         layout = strides[k] if strides is not None else None
         layout = _call_strides(low, node, v) if layout is None else layout
-        outs.append(low._buffer(low._sizes(v.shape), v.dtype, layout, kind))
+        outs.append(low.new_buffer(low.sizes(v.shape), v.dtype, layout, kind))
     tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
     if claim is not None and claim.workspace is not None:
         nbytes = claim.workspace(low, node, args)
-        tensors += (low._buffer((nbytes,), torch.uint8, (1,)),)
+        tensors += (low.new_buffer((nbytes,), torch.uint8, (1,)),)
     low.out.defs.append(Call(tensors, note_of(node), node, args, kwargs, claim, tuple(outs), host))
     results = tuple(
         b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
@@ -198,10 +198,10 @@ def _add_call(
 def _call_strides(low: Lowering, node: fx.Node, val: torch.Tensor) -> Shape:
     """As traced; dense where the trace promises that elements of a new tensor share memory, as the fake
     implementations do that repeat their operand's strides."""
-    shape = low._sizes(val.shape)
+    shape = low.sizes(val.shape)
     told = (aten.empty_strided.default, aten.new_empty_strided.default)  # the strides themselves
     if returns_views(node) or no_overlap(val) or node.target in told:
-        return low._sizes(val.stride())
+        return low.sizes(val.stride())
     strides = dense_strides(shape, tuple(range(len(shape))))
     low.dense[node] = strides
     return strides

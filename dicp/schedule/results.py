@@ -47,7 +47,7 @@ def finish(low: Lowering, node: fx.Node) -> None:
         if isinstance(value, Buffer):
             overwrite(low, _copy_of(ph, src), buffer, value)
         elif value is not None:
-            idx = low._vars(buffer.shape)
+            idx = low.index_vars(buffer.shape)
             low.out.defs.append(
                 Pointwise((buffer,), f"copy_ into {ph.name}", loop_vars(idx), value(idx), idx)
             )
@@ -90,7 +90,7 @@ def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]
     if isinstance(value, Buffer) or ex.compute_dtype(dtype) not in ex.COMPUTE_DTYPES:
         return _held(low, ph, src, mutated)
     wanted = broadcast_to(converted(value, dtype), shape)
-    idx = low._vars(shape)
+    idx = low.index_vars(shape)
     expr = wanted(idx)
     reads = [
         e
@@ -99,7 +99,7 @@ def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]
     ]
     if all(e.args == (ph.name, idx) for e in reads):
         return wanted
-    return low._named(wanted, ph)
+    return low.named(wanted, ph)
 
 
 def _held(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Buffer:
@@ -107,7 +107,7 @@ def _held(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Buffer
     value = low.values[src]
     if isinstance(value, Value):
         low.node = src
-        value = low.operand(low._named(value, src)).buffer
+        value = low.operand(low.named(value, src)).buffer
     if value.name not in mutated:
         return value  # type: ignore[no-any-return]
     graph = low.gm.graph
@@ -121,7 +121,7 @@ def _is_whole(low: Lowering, value: Any, buffer: Buffer) -> bool:
     """Whether the value is what lies in the buffer, element for element."""
     if not isinstance(value, Value):
         return False
-    idx = low._vars(value.shape)
+    idx = low.index_vars(value.shape)
     expr = value(idx)
     return (
         expr.op == "at" and expr.args[1] == idx and _memory_of(low, low.out.buffers[expr.args[0]]) is buffer
@@ -153,8 +153,8 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
     placed = any(_bits(r)) and view_root(r).op == "placeholder" or _shares(low, r)
     if placed and (piece := _piece_of(low, r, mutated)):
         return piece
-    shape, strides = low._sizes(val.shape), low.dense.get(r) or low._sizes(val.stride())
-    idx = low._vars(shape)
+    shape, strides = low.sizes(val.shape), low.dense.get(r) or low.sizes(val.stride())
+    idx = low.index_vars(shape)
     expr = value(idx)
     if expr.op == "at":
         buffer = low.out.buffers[expr.args[0]]
@@ -177,10 +177,10 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
             if base.kind not in ("input", "constant") or buffer is base:
                 low.returned[buffer.name] = root
                 return View(buffer, shape, window[0] if free else strides, window[1])
-    order = low._strides(shape, r) if free else strides
+    order = low.strides_of(shape, r) if free else strides
     if not free and not no_overlap(val):
         order = dense_strides(shape, tuple(range(len(shape))))
-    buffer = low._buffer(shape, val.dtype, order, "output")
+    buffer = low.new_buffer(shape, val.dtype, order, "output")
     low.out.defs.append(Pointwise((buffer,), note_of(r), loop_vars(idx), expr, idx))
     if not free and buffer.strides != strides:  # e.g. an expanded result: one element, many positions
         buffer.strides = strides
@@ -206,10 +206,10 @@ def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
             return None
         if memory.kind == "temp":
             memory.kind = "output"
-    first = base[1] * seen.dtype.itemsize + low._sizes((ahead,))[0]
+    first = base[1] * seen.dtype.itemsize + low.sizes((ahead,))[0]
     offset = ix.floordiv(first, val.dtype.itemsize)
     seen_as = val.dtype if val.dtype != buffer.dtype else None
-    return View(buffer, low._sizes(val.shape), low._sizes(val.stride()), offset, *_bits(r), seen_as)
+    return View(buffer, low.sizes(val.shape), low.sizes(val.stride()), offset, *_bits(r), seen_as)
 
 
 def _shares(low: Lowering, r: fx.Node) -> bool:
@@ -229,7 +229,7 @@ def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, In
     if base is None or ahead is None or base[0] is not buffer or any(_bits(r)):
         return None
     itemsize = buffer.dtype.itemsize
-    return low._sizes(r.meta["val"].stride()), base[1] + ix.floordiv(low._sizes((ahead,))[0], itemsize)
+    return low.sizes(r.meta["val"].stride()), base[1] + ix.floordiv(low.sizes((ahead,))[0], itemsize)
 
 
 def _place(low: Lowering, root: fx.Node) -> tuple[Buffer, Index] | None:
@@ -238,12 +238,12 @@ def _place(low: Lowering, root: fx.Node) -> tuple[Buffer, Index] | None:
     window: tuple[Shape, Index] | None
     if isinstance(value, Buffer):
         buffer, window = value, (value.strides, 0)
-    elif isinstance(value, Value) and (expr := value(idx := low._vars(value.shape))).op == "at":
+    elif isinstance(value, Value) and (expr := value(idx := low.index_vars(value.shape))).op == "at":
         buffer = low.out.buffers[expr.args[0]]
         window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
     else:
         return None
-    if window is None or not strides_agree(window[0], low._sizes(root.meta["val"].stride()), value.shape):
+    if window is None or not strides_agree(window[0], low.sizes(root.meta["val"].stride()), value.shape):
         return None
     return buffer, window[1]
 

@@ -64,24 +64,24 @@ class Split:
         def partial(idx: Indices, rest: Indices) -> Expr:
             return fn(idx[n:], ridx(idx[:n], rest))
 
-        wide = fn(builder._vars(shape), builder._vars(extent, "r")).dtype
+        wide = fn(builder.index_vars(shape), builder.index_vars(extent, "r")).dtype
         if kind == "welford":  # few values: kept in double, so that joining them loses nothing
             parts_in = torch.float64
         else:
             parts_in = torch.bool if kind in ("any", "all") else wide
         part_dtypes = tuple(parts_in for _ in dtypes)
-        parts = builder._reduction(kind, (*head, *shape), tail, part_dtypes, partial)
+        parts = builder.reduction(kind, (*head, *shape), tail, part_dtypes, partial)
         if kind == "welford":
             count = ix.product(tail)
-            mean, m2 = builder._reduction(
+            mean, m2 = builder.reduction(
                 "welford", shape, head, (dtypes[0], torch.float64), lambda i, r: parts[0]((*r, *i))
             )
-            rest = builder._reduction("sum", shape, head, (torch.float64,), lambda i, r: parts[1]((*r, *i)))[
+            rest = builder.reduction("sum", shape, head, (torch.float64,), lambda i, r: parts[1]((*r, *i)))[
                 0
             ]
             scale = ex.cast(ex.index_value(count), torch.float64)
             return mean, Value(shape, dtypes[1], lambda i: ex.cast(rest(i) + scale * m2(i), wide))
-        return tuple(builder._reduction(kind, shape, head, dtypes, lambda i, r: parts[0]((*r, *i))))
+        return tuple(builder.reduction(kind, shape, head, dtypes, lambda i, r: parts[0]((*r, *i))))
 
 
 def split_extent(

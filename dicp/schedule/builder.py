@@ -1,0 +1,332 @@
+"""What rules build with: definitions of named tensors, buffers, run-time checks, operands of calls.
+
+`DefinitionBuilder` is the `Builder` of `ir/value.py`; `lower.py` walks the graph with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr
+from dicp.ir.index import Index, Var
+from dicp.ir.printer import user_location
+from dicp.ir.value import Indices, Shape, Value
+from dicp.schedule.defs import Buffer, Lowered, Pointwise, Reduction, Scatter, View
+from dicp.schedule.splitting import split_extent
+from dicp.schedule.strides import (
+    affine_window,
+    dense_strides,
+    loop_vars,
+    no_negative,
+    no_overlap,
+    order_of,
+    strides_agree,
+)
+from dicp.schedule.symbols import Symbols
+from dicp.schedule.traced import note_of, shape_env
+
+aten = torch.ops.aten
+
+
+class DefinitionBuilder:
+    """Adds to `out`; `node` is what is lowered now. in_place: scatters that update a graph input."""
+
+    def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
+        self.out = Lowered()
+        self.out.machine = vendor.machine(config)
+        self.out.rounds = config.numerics == "eager"
+        self.out.symbols = self.symbols = Symbols(shape_env(gm))
+        self.node: fx.Node | None = None
+        self.in_place: dict[fx.Node, Buffer] = {}
+        self.check_numbers: dict[str, int] = {}
+
+    # -- materialising -------------------------------------------------------------------------------------
+
+    def memo(self, value: Value, note: str) -> Value:
+        """The value, each element's expression made once and marked with what it comes from."""
+        cache: dict[Indices, Expr] = {}
+
+        def fn(idx: Indices) -> Expr:
+            if idx not in cache:
+                e = value.fn(idx)
+                if e.note is None and e.op not in ("at", "const", "index"):
+                    e.note = note
+                cache[idx] = e
+            return cache[idx]
+
+        return Value(value.shape, value.dtype, fn)
+
+    def named(self, value: Value, node: fx.Node | None) -> Value:
+        """Give a value a definition, its buffer laid out as the layout pass or eager has it."""
+        idx = self.index_vars(value.shape)
+        expr = value(idx)
+        buffer = self.new_buffer(value.shape, value.dtype, self.strides_of(value.shape, node))
+        self.out.defs.append(Pointwise((buffer,), note_of(node), loop_vars(idx), expr, idx))
+        return self.memo(buffer.value(), "")
+
+    def _node_of(self, value: Value) -> fx.Node | None:
+        """The node that is lowered now, where its result has the value's sizes."""
+        val = self.node.meta.get("val") if self.node is not None else None
+        return self.node if isinstance(val, torch.Tensor) and self.sizes(val.shape) == value.shape else None
+
+    def strides_of(self, shape: Shape, node: fx.Node | None) -> Shape:
+        """Dense strides in the order that the layout pass, or else eager, has for the node's result."""
+        order = tuple(range(len(shape)))
+        if node is not None:
+            val = node.meta.get("val")
+            if "dicp_layout" in node.meta and len(node.meta["dicp_layout"]) == len(shape):
+                order = node.meta["dicp_layout"]
+            elif isinstance(val, torch.Tensor) and self.sizes(val.shape) == shape:
+                order = order_of(val)
+        return dense_strides(shape, order)
+
+    def new_buffer(self, shape: Shape, dtype: torch.dtype, strides: Shape, kind: str = "temp") -> Buffer:
+        """A buffer that no definition writes yet."""
+        buffer = Buffer(f"buf{len(self.out.buffers)}", shape, dtype, strides, kind)
+        self.out.buffers[buffer.name] = buffer
+        return buffer
+
+    def index_vars(self, shape: Shape, prefix: str = "i") -> Indices:
+        """An index of a tensor of this shape: a variable for each dim of more than one element."""
+        return tuple(0 if n == 1 else ix.of(Var(f"{prefix}{k}", n)) for k, n in enumerate(shape))
+
+    def sizes(self, xs: Any) -> Shape:
+        """Traced sizes (or strides) as indices."""
+        return tuple(self.symbols.index(x) for x in xs)
+
+    # -- the Builder protocol ------------------------------------------------------------------------------
+
+    def meta(self, node: Any) -> tuple[Shape, torch.dtype]:
+        val = node.meta["val"]
+        return self.sizes(val.shape), val.dtype
+
+    def index(self, value: Any) -> Index:
+        return self.symbols.index(value)
+
+    def realize(self, value: Value) -> Value:
+        expr = value(self.index_vars(value.shape))
+        if (
+            expr.op == "at"
+            and expr.args[1] == self.index_vars(value.shape)
+            and self.out.buffers[expr.args[0]].shape == value.shape
+        ):
+            return value
+        return self.named(value, self._node_of(value))
+
+    def reduce(
+        self,
+        kind: str,
+        shape: Shape,
+        extent: Shape,
+        dtype: torch.dtype,
+        fn: Callable[[Indices, Indices], Expr],
+    ) -> Value:
+        return self.reduction(kind, shape, extent, (dtype,), fn)[0]
+
+    def welford(
+        self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]
+    ) -> tuple[Value, Value]:
+        dtype = fn(self.index_vars(shape), self.index_vars(extent, "r")).dtype
+        mean, m2 = self.reduction("welford", shape, extent, (dtype, dtype), fn)
+        return mean, m2
+
+    def reduction(
+        self,
+        kind: str,
+        shape: Shape,
+        extent: Shape,
+        dtypes: tuple[torch.dtype, ...],
+        fn: Callable[[Indices, Indices], Expr],
+    ) -> tuple[Value, ...]:
+        """`reduce`, of a kind with as many results as there are dtypes; a long one in parts."""
+        idx, ridx = self.index_vars(shape), self.index_vars(extent, "r")
+        split = split_extent(kind, shape, extent, fn(idx, ridx), self.out.buffers, self.out.machine)
+        if split is not None:
+            return split.build(self, kind, shape, extent, dtypes, fn)
+        expr = fn(idx, ridx)
+        if not loop_vars(ridx):
+            return self._of_one(kind, shape, dtypes, lambda i: fn(i, ridx))
+        strides = dense_strides(shape, self._reduced_order(shape))
+        outs = tuple(self.new_buffer(shape, d, strides) for d in dtypes)
+        self.out.defs.append(
+            Reduction(outs, note_of(self.node), loop_vars(idx), loop_vars(ridx), kind, expr, idx)
+        )
+        return tuple(b.value() for b in outs)
+
+    def _of_one(
+        self, kind: str, shape: Shape, dtypes: tuple[torch.dtype, ...], fn: Callable[[Indices], Expr]
+    ) -> tuple[Value, ...]:
+        """A reduction over a single element."""
+        if kind in ("argmax", "argmin"):
+            return (Value(shape, dtypes[0], lambda i: ex.const(0, torch.int64)),)
+        if kind in ("any", "all"):
+            return (Value(shape, dtypes[0], lambda i: ex.cast(fn(i), torch.bool)),)
+        first = self.memo(Value(shape, dtypes[0], fn), note_of(self.node))
+        if kind == "welford":
+            return first, Value(shape, dtypes[1], lambda i: ex.binary("sub", fn(i), fn(i)))  # NaN stays NaN
+        return (first,)
+
+    def _reduced_order(self, shape: Shape) -> tuple[int, ...]:
+        val = self.node.meta.get("val") if self.node is not None else None
+        if isinstance(val, (tuple, list)):
+            val = val[0]
+        if isinstance(val, torch.Tensor) and self.sizes(val.shape) == shape:
+            return order_of(val)
+        return tuple(range(len(shape)))
+
+    def scan(
+        self, kind: str, shape: Shape, axis: int, dtype: torch.dtype, fn: Callable[[Indices], Expr]
+    ) -> Value:
+        return self._scan(kind, shape, axis, (dtype,), fn)[0]
+
+    def arg_scan(
+        self, kind: str, shape: Shape, axis: int, dtype: torch.dtype, fn: Callable[[Indices], Expr]
+    ) -> tuple[Value, Value]:
+        best, where = self._scan(f"arg{kind}", shape, axis, (dtype, torch.int64), fn)
+        return best, where
+
+    def _scan(
+        self,
+        kind: str,
+        shape: Shape,
+        axis: int,
+        dtypes: tuple[torch.dtype, ...],
+        fn: Callable[[Indices], Expr],
+    ) -> tuple[Value, ...]:
+        idx = self.index_vars(shape)
+        if not shape or shape[axis] == 1:  # a scan of one element is that element
+            first = Value(shape, dtypes[0], fn)
+            rest = Value(shape, torch.int64, lambda i: ex.const(0, torch.int64))
+            return (first, rest)[: len(dtypes)]
+        line = loop_vars((idx[axis],))[0]
+        others = tuple(v for v in loop_vars(idx) if v != line)
+        outs = tuple(self.new_buffer(shape, d, self.strides_of(shape, self.node)) for d in dtypes)
+        self.out.defs.append(
+            Reduction(outs, note_of(self.node), others, (line,), kind, fn(idx), idx, scan=True)
+        )
+        return tuple(b.value() for b in outs)
+
+    def scatter(
+        self,
+        base: Value,
+        extent: Shape,
+        fn: Callable[[Indices], tuple[Indices, Expr]],
+        mode: str,
+        unique: bool = False,
+    ) -> Value:
+        if 0 in extent:  # nothing to write
+            return base
+        idx = self.index_vars(extent)
+        target, expr = fn(idx)
+        base_buffer = self._scatter_base(base)
+        out = Buffer(
+            f"buf{len(self.out.buffers)}", base_buffer.shape, base_buffer.dtype, base_buffer.strides, "alias"
+        )
+        self.out.buffers[out.name] = out
+        self.out.defs.append(
+            Scatter((out,), note_of(self.node), loop_vars(idx), target, expr, mode, unique, base_buffer)
+        )
+        return out.value()
+
+    def _scatter_base(self, base: Value) -> Buffer:
+        """The memory a scatter updates: the mutated graph input itself when nothing else reads it, else a
+        copy."""
+        mine = self._mutated_input(base)
+        if mine is not None:
+            assert self.node is not None
+            self.in_place[self.node] = mine
+            return mine
+        named = self.named(base, self._node_of(base))
+        return self.out.buffers[named(self.index_vars(base.shape)).args[0]]
+
+    def _mutated_input(self, base: Value) -> Buffer | None:
+        node = self.node
+        if node is None or not node.args or not isinstance(node.args[0], fx.Node):
+            return None
+        source = node.args[0]
+        copies = [u for u in node.users if u.target is aten.copy_.default and u.args[0] is source]
+        if source.op != "placeholder" or len(copies) != 1 or set(source.users) != {node, copies[0]}:
+            return None
+        buffer = self.out.buffers[source.name]
+        idx = self.index_vars(base.shape)
+        expr = base(idx)
+        whole = expr.op == "at" and expr.args[0] == buffer.name and expr.args[1] == idx
+        return buffer if whole and no_overlap(source.meta["val"]) else None
+
+    def indirect(self, position: Expr, size: Index, what: str, wrap: bool = True) -> Index:
+        position = ex.cast(position, torch.int64)
+        if position.op in ("const", "index") and ix.in_range(position.args[0], size):
+            return position.args[0]  # type: ignore[no-any-return]
+        number = self.check_number(f"IndexError: {what}: index out of range")
+        limit = ex.index_value(size)
+        checked = Expr("check", (position, limit, int(wrap), number), torch.int64)
+        return ix.of(ix.Opaque(checked, size))
+
+    def nonzero(self, divisor: Expr, what: str) -> Expr:
+        if divisor.op == "const" and divisor.args[0] != 0:
+            return divisor
+        number = self.check_number(f"ZeroDivisionError: integer division by zero in {what}")
+        return Expr("nonzero", (divisor, number), divisor.dtype)
+
+    def check_number(self, message: str) -> int:
+        """The number of a run-time check."""
+        where = user_location(self.node) if self.node is not None else None
+        message += f"\n  at {where}" if where else ""
+        if message not in self.check_numbers:
+            self.check_numbers[message] = len(self.out.checks)
+            self.out.checks.append(message)
+        return self.check_numbers[message]
+
+    # -- operands of calls -----------------------------------------------------------------------------------
+
+    def operand(self, value: Any, dense: bool = False, order: tuple[int, ...] | None = None) -> View:
+        """A value as a strided window on memory, materialised when it is not one already.
+
+        dense: row-major even where it is one. order: dims from outermost to innermost of what is
+        materialised, row-major by default.
+        """
+        if isinstance(value, View):
+            return value
+        if isinstance(value, Buffer):
+            return View(value, value.shape, value.strides)
+        idx = self.index_vars(value.shape)
+        expr = value(idx)
+        if expr.op == "at":
+            buffer = self.out.buffers[expr.args[0]]
+            window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
+            if window is not None and buffer.dtype == value.dtype and no_negative(window[0]):
+                view = View(buffer, value.shape, *window)
+                if not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape)))):
+                    return view
+        strides = dense_strides(value.shape, order or tuple(range(len(value.shape))))
+        buffer = self.new_buffer(value.shape, value.dtype, strides)
+        note = expr.note or note_of(self.node)  # the op that made it, not the call that reads it
+        self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), expr, idx))
+        return View(buffer, value.shape, buffer.strides)
+
+    def in_order(self, value: Any, order: tuple[int, ...]) -> View:
+        """A value as a window whose dims lie in memory in `order`, outermost first."""
+        view = value if isinstance(value, View) else self.operand(value, order=order)
+        wanted = dense_strides(view.shape, order)
+        if strides_agree(view.strides, wanted, view.shape):
+            return view
+        idx = self.index_vars(view.shape)
+        expr = value(idx) if isinstance(value, Value) else view.buffer.value()(idx)
+        buffer = self.new_buffer(view.shape, view.buffer.dtype, wanted)
+        self.out.defs.append(
+            Pointwise((buffer,), f"layout change {note_of(self.node)}", loop_vars(idx), expr, idx)
+        )
+        return View(buffer, view.shape, wanted)
+
+    def operands(self, x: Any) -> Any:
+        if isinstance(x, (Value, Buffer)):
+            return self.operand(x)
+        if isinstance(x, (list, tuple)):
+            return type(x)(self.operands(a) for a in x)
+        return x
