@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dicp.compat import FakeTensor, FakeTensorMode, fake_mode_of, known_equal, quiet_shapes
+from dicp.compat import FakeTensor, FakeTensorMode, fake_mode_of, known_equal, quick_fake, quiet_shapes
 from dicp.errors import VerifyError
 from dicp.ir.printer import dtype_name, op_name, user_location
 
@@ -56,6 +56,9 @@ def infer(node: Node, mode: FakeTensorMode | None = None) -> Any:
     Adds no guard and leaves no new symbol pending.
     """
     args, kwargs = map_arg((node.args, node.kwargs), _value)
+    quick = quick_fake(node.target, args, kwargs)
+    if quick is not None:
+        return quick
     mode = mode or fake_mode_of(_values(node.all_input_nodes)) or FakeTensorMode()
     with mode, quiet_shapes(mode):
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dicp.compat import FakeTensorMode, fake_mode_of, quiet_shapes, size_hint
+from dicp.compat import FakeTensorMode, fake_mode_of, quick_fake, quiet_shapes, size_hint
 from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
@@ -292,7 +292,8 @@ def _called(node: Node, values: dict[Node, Any]) -> Any:
         return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        quick = quick_fake(node.target, args, kwargs)
+        return node.target(*args, **kwargs) if quick is None else quick  # type: ignore[operator]
     except (RuntimeError, ValueError):  # a view that would need a copy
         return None
 
