@@ -49,7 +49,7 @@ class Input:
             shape = tuple(2 * s + 1 for s in shape)
         if self.layout == "expanded" and shape:
             shape = (1, *shape[1:])
-        values = torch.randint(-16, 17, shape, generator=g)
+        values = torch.randint(self._least(), 17, shape, generator=g)
         if dtype.is_complex:
             x = values.to(dtype) * (0.125 - 0.25j)
         elif dtype.is_floating_point:
@@ -68,6 +68,11 @@ class Input:
             x = x.conj().resolve_conj().conj()
         return x.requires_grad_(self.requires_grad)
 
+    def _least(self) -> int:
+        """torch's negative of a complex zero is 0 or -0 by its position (vectors subtract, the rest changes
+        signs), so that eager's negated views of zeros have one sign as complex numbers, another as reals."""
+        return 1 if self.layout == "negated" and getattr(torch, self.dtype).is_complex else -16
+
     def source(self, seed: int) -> str:
         """Python that makes it, for a script that stands alone."""
         dims = (
@@ -75,7 +80,7 @@ class Input:
         )
         if self.layout == "expanded" and self.shape:
             dims = f"{(1, *self.shape[1:])}"
-        text = f"torch.randint(-16, 17, {dims}, generator=torch.Generator().manual_seed({seed}))"
+        text = f"torch.randint({self._least()}, 17, {dims}, generator=torch.Generator().manual_seed({seed}))"
         if self.dtype == "bool":
             text = f"({text} > 0)"
         else:
