@@ -272,7 +272,8 @@ def _plan_call(
     False where that order is neither row-major nor channels-last."""
     value = _called(node, wanted)
     if value is not None:
-        plan.values[node] = value
+        if not isinstance(value, (int, torch.SymInt)):  # sizes stay what they are
+            plan.values[node] = value
         return True
     for source in changed:
         back = _order_of(value_of(source))

@@ -125,6 +125,17 @@ graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
         self.check(choose_layout, g, Always())
         self.assertIn("@0231", show(g))
 
+    def test_sizes_of_what_lies_otherwise(self) -> None:
+        """A product refuses the new order and is given a copy; beside it reads a size that is no tensor."""
+
+        def f(x: T, w: T) -> T:
+            y = F.conv2d(x, w, padding=2, dilation=2) / 16
+            return y @ y
+
+        g = canonicalize(graph_of(f, (16, 8, 7, 7), (4, 8, 2, 2), dynamic=True))
+        self.assertIn("sym_size", show(g))
+        self.check(choose_layout, g, Always())
+
     def test_relayed_values_are_copied_for_what_needs_the_traced_strides(self) -> None:
         def f(x: T, w: T) -> tuple[T, ...]:
             return x + 1, x.view(16, 256) * w, torch.as_strided(x, (3, 5), (1, 300)) + 1
