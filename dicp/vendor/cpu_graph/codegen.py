@@ -11,9 +11,7 @@ from dataclasses import replace
 import torch
 
 from dicp.ir import expr as ex
-from dicp.ir import index as ix
 from dicp.ir.expr import Expr
-from dicp.ir.index import Var
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
@@ -107,14 +105,8 @@ class _KernelWriter:
         """Whether a statement runs at every point of the full space."""
         if not isinstance(s, Store):
             return True
-        needs = self.writer.needs(s.value)
-        where = (
-            {a for a in ix.atoms(s.index) if isinstance(a, Var)} if isinstance(s.index, ix.Poly) else set()
-        )
-        opaque = {
-            v for a in ix.atoms(s.index) if isinstance(a, ix.Opaque) for v in self.writer.needs(a.payload)
-        }
-        return bool((needs | where | opaque) & (self.inner_vars | self.scan_refs)) or s.mode != "set"
+        needs = self.writer.dependence.of(s.value) | self.writer.dependence.of_index(s.index)
+        return bool(needs & (self.inner_vars | self.scan_refs)) or s.mode != "set"
 
     # -- pointwise -----------------------------------------------------------------------------------------
 
@@ -252,7 +244,7 @@ class _KernelWriter:
             if not self._is_full(s):
                 continue
             for e in ex.walk(s.value):
-                if e.op in ("const", "index", "ref") or not self.writer.needs(e) & self.inner_vars:
+                if e.op in ("const", "index", "ref") or not self.writer.dependence.of(e) & self.inner_vars:
                     continue
                 if e not in first:
                     first[e] = self.phases[k]

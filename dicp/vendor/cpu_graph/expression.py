@@ -17,6 +17,7 @@ import torch
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
+from dicp.ir.dependence import Dependence
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 
@@ -159,8 +160,7 @@ class ExpressionWriter:
         self.replaced: dict[Expr, Callable[[Scope], str]] = {}
         self.count = 0
         self._vectors: dict[Expr, bool] = {}
-        self._loads: dict[Expr, bool] = {}
-        self._needs: dict[Expr, frozenset[Any]] = {}
+        self.dependence = Dependence()
         self._visited: set[tuple[Expr, Mask | None]] = set()
 
     def fresh(self, stem: str = "v") -> str:
@@ -178,21 +178,9 @@ class ExpressionWriter:
             self._vectors[e] = own or any(self._vectors[c] for c in ex.children(e))
         return self._vectors[x]
 
-    def reads_memory(self, x: Expr) -> bool:
-        for e in () if x in self._loads else ex.walk(x):
-            self._loads[e] = e.op in ("load", *ex.CHECKS) or any(self._loads[c] for c in ex.children(e))
-        return self._loads[x]
-
-    def needs(self, x: Expr) -> frozenset[Any]:
-        """Loop variables and refs that x depends on."""
-        for e in () if x in self._needs else ex.walk(x):
-            own = frozenset(ex.own_variables(e)) | (frozenset([e.args[0]]) if e.op == "ref" else frozenset())
-            self._needs[e] = own.union(*(self._needs[c] for c in ex.children(e)))
-        return self._needs[x]
-
     def home(self, x: Expr, scope: Scope) -> Scope:
         """The outermost scope in which x can be computed."""
-        needs = self.needs(x)
+        needs = self.dependence.of(x)
         while scope.parent is not None and not needs & scope.provides:
             scope = scope.parent
         return scope
@@ -208,7 +196,7 @@ class ExpressionWriter:
             return self.refs[x.args[0]][0]
         for operand in ex.deep_operands(x, mask, self._visited):
             self.write(operand, scope, mask)
-        key = (x, mask if mask is not None and self.reads_memory(x) else None)
+        key = (x, mask if mask is not None and self.dependence.reads_memory(x) else None)
         if key[1] is None:
             scope = self.home(x, scope)
         known = scope.find(key)

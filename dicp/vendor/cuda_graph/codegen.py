@@ -116,7 +116,7 @@ class _KernelWriter:
     def _is_full(self, s: Statement) -> bool:
         if not isinstance(s, Store):
             return True
-        needs = self.writer.needs(s.value) | self.writer.index_needs(s.index)
+        needs = self.writer.dependence.of(s.value) | self.writer.dependence.of_index(s.index)
         return bool(needs & (self.inner | frozenset(self.scans))) or s.mode != "set"
 
     def _stores(self, stores: list[Store], scope: Scope) -> None:

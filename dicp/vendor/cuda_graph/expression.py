@@ -16,6 +16,7 @@ import torch
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
+from dicp.ir.dependence import Dependence
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 
@@ -138,8 +139,7 @@ class ExpressionWriter:
         self.ref_dims: dict[str, Dims] = {}
         self.count = 0
         self._dims: dict[Expr, Dims] = {}
-        self._needs: dict[Expr, frozenset[Any]] = {}
-        self._loads: dict[Expr, bool] = {}
+        self.dependence = Dependence()
         self._visited: set[tuple[Expr, Mask | None]] = set()
 
     def fresh(self, stem: str = "v") -> str:
@@ -166,26 +166,8 @@ class ExpressionWriter:
                 out |= self.var_dims.get(a, NO_DIMS)
         return out
 
-    def needs(self, x: Expr) -> frozenset[Any]:
-        """Loop variables and refs that x depends on."""
-        for e in () if x in self._needs else ex.walk(x):
-            own = frozenset(ex.own_variables(e)) | (frozenset([e.args[0]]) if e.op == "ref" else frozenset())
-            self._needs[e] = own.union(*(self._needs[c] for c in ex.children(e)))
-        return self._needs[x]
-
-    def index_needs(self, i: Index) -> frozenset[Any]:
-        out: frozenset[Any] = frozenset()
-        for a in ix.atoms(i):
-            out |= self.needs(a.payload) if isinstance(a, ix.Opaque) else frozenset([a])
-        return out
-
-    def reads_memory(self, x: Expr) -> bool:
-        for e in () if x in self._loads else ex.walk(x):
-            self._loads[e] = e.op in ("load", *ex.CHECKS) or any(self._loads[c] for c in ex.children(e))
-        return self._loads[x]
-
     def _home(self, x: Expr, scope: Scope) -> Scope:
-        needs = self.needs(x)
+        needs = self.dependence.of(x)
         while scope.parent is not None and not needs & scope.provides:
             scope = scope.parent
         return scope
@@ -200,7 +182,7 @@ class ExpressionWriter:
             return self.refs[x.args[0]]
         for operand in ex.deep_operands(x, mask, self._visited):
             self.write(operand, scope, mask)
-        key = (x, mask.name if mask is not None and self.reads_memory(x) else None)
+        key = (x, mask.name if mask is not None and self.dependence.reads_memory(x) else None)
         if key[1] is None:
             scope, mask = self._home(x, scope), None
         known = scope.find(key)
