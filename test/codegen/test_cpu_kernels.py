@@ -68,6 +68,12 @@ def rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+def many_pieces(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """More than one kernel is to write, some of them constants."""
+    pieces = [p for k in range(70) for p in (x * (k + 1), y[:, k : k + 1].exp(), torch.zeros_like(x))]
+    return torch.cat(pieces, 1)
+
+
 def twisted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.cat([F.pad(x, (1, 2)), y.flip(1)], 1).roll(3, 1).tril(2)
 
@@ -256,6 +262,8 @@ CASES: dict[str, Case] = {
         lambda x, y: torch.cat([x, y]).exp(), (rand(7, 5), rand(4, 5, dtype=torch.float64))
     ),
     "stack": Case(lambda x, y: torch.stack([x, y * 2], -1), (rand(7, 15), rand(7, 15))),
+    "many_pieces": Case(many_pieces, (rand(3, 2, 4), rand(3, 70, 4))),
+    "many_pieces_dynamic": Case(many_pieces, (rand(5, 3, 4), rand(5, 70, 4)), dynamic=True),
     "reflect_pad": Case(lambda x: F.pad(x, (2, 3), mode="reflect"), (rand(3, 4, 9),)),
     "triangle": Case(lambda x: torch.triu(x, 1) + torch.arange(19), (rand(17, 19),)),
     "max_pool": Case(lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (rand(2, 3, 11, 13),)),

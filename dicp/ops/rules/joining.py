@@ -26,6 +26,10 @@ CHAIN = 16
 as deep as there are pieces: the steps of an unrolled loop may be thousands."""
 
 
+MANY = 128
+"""Pieces up to this many are one kernel; compilers take minutes over expressions of thousands."""
+
+
 def cat(b: Builder, node: torch.fx.Node, tensors: list[Value], dim: int = 0) -> Value:
     """Pieces side by side. Empty vectors are ignored whatever the rank, as torch does."""
     shape, dtype = b.meta(node)
@@ -33,13 +37,43 @@ def cat(b: Builder, node: torch.fx.Node, tensors: list[Value], dim: int = 0) -> 
     pieces = [convert(t, dtype) for t in tensors if t.shape != (0,) and t.shape[dim] != 0]
     if not pieces:
         return zeros(shape, dtype)
-    starts: list[Index] = [0]
-    for p in pieces[:-1]:
-        starts.append(starts[-1] + p.shape[dim])
+    bounds: list[Index] = [0]
+    for p in pieces:
+        bounds.append(bounds[-1] + p.shape[dim])
+    if _different(pieces) <= MANY:
+        return _side_by_side(pieces, bounds, shape, dtype, dim)
+    made = zeros(shape, dtype)
+    for first in range(0, len(pieces), MANY):
+        last = min(first + MANY, len(pieces))
+        made = _written(b, made, pieces[first:last], bounds[first : last + 1], dim)
+    return made
+
+
+def _different(pieces: list[Value]) -> int:
+    """How many there are, neighbours that are the same constant counted once."""
+    at_zero = [p((0,) * len(p.shape)) for p in pieces]
+    same = sum(e.op == "const" and e == f for e, f in zip(at_zero, at_zero[1:], strict=False))
+    return len(pieces) - same
+
+
+def _written(b: Builder, base: Value, pieces: list[Value], bounds: list[Index], dim: int) -> Value:
+    """The base with some pieces in their place: a kernel of their own."""
+    extent = replaced(base.shape, dim, bounds[-1] - bounds[0])
+    near = [at - bounds[0] for at in bounds]
+    group = _side_by_side(pieces, near, extent, base.dtype, dim)
+    return b.scatter(
+        base, extent, lambda idx: (replaced(idx, dim, idx[dim] + bounds[0]), group(idx)), "set", unique=True
+    )
+
+
+def _side_by_side(
+    pieces: list[Value], bounds: list[Index], shape: Indices, dtype: torch.dtype, dim: int
+) -> Value:
+    """Pieces between these bounds as one expression."""
 
     def element(idx: Indices) -> Expr:
         parts: list[Part] = []
-        for start, piece in zip(starts, pieces, strict=True):
+        for start, piece in zip(bounds, pieces, strict=False):
             e = piece(replaced(idx, dim, idx[dim] - start))
             if not (parts and e.op == "const" and e == parts[-1][1]):
                 parts.append((start, e))
