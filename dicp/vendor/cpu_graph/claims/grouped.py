@@ -13,7 +13,7 @@ from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import FLOATS, LOW, dtype_of, multiplies
 from dicp.vendor.cpu_graph.claims.gemm import workspace
 from dicp.vendor.cpu_graph.claims.matmul import cpu_maker
-from dicp.vendor.cpu_graph.claims.operands import Operands, prepare
+from dicp.vendor.cpu_graph.claims.operands import Operands, prepare, product_words
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
@@ -79,9 +79,8 @@ def _emit(writer: Any, call: Call) -> None:
     kinds = {word: STORAGE[dtype] for word, dtype in words.items()}
     name = f"grouped_{'_'.join(dict.fromkeys(kinds.values()))}"
     parameters = _PARAMETERS.format(**kinds)
-    sizes, _ = writer.ints(
-        [1, rows, columns, depth, 0, *x.strides, w.strides[0], *w.strides[1:], 0, columns, 0, columns, 0, 0]
-    )
+    product = product_words((1, rows, columns, depth), x=(0, *x.strides), w=w.strides, y=(0, columns))
+    sizes, _ = writer.ints(product)
     function = writer.template(name, parameters, _SOURCE.format(name=name, parameters=parameters))
     room = [writer.pointer(space), str(space.shape[0]), str(torch.get_num_threads())]
     pointers = [*(writer.pointer_to(v) for v in (x, w, offsets)), writer.pointer(y)]

@@ -82,6 +82,19 @@ def prepare(lowering: Any, args: Sequence[Any], at: Operands, columns_of_x: bool
     return args
 
 
+def product_words(
+    sizes: tuple[Any, Any, Any, Any],
+    *,
+    x: Sequence[Any],
+    w: Sequence[Any],
+    y: Sequence[Any],
+    other: Sequence[Any] = (0, 0),
+    scale: Sequence[Any] = (0, 0),
+) -> list[Any]:
+    """struct Product of dicp_product.h: batch, rows, columns and depth; strides as it has them."""
+    return [*sizes, *x, *w, *y, *other, *scale]
+
+
 @dataclass(frozen=True)
 class Given:
     """A call's operands; of those after w, those that are."""
@@ -126,14 +139,14 @@ class Given:
         x, w, n, k = self.x, self.w, *self._dims_of_w
         columns, depth, batched = w.shape[n], w.shape[k], self.batched
         flat = len(x.shape) == len(w.shape)
-        return [
-            *(x.shape[0] if batched else 1, self.rows, columns, depth),
-            *(x.strides[0] if batched else 0, *(x.strides[-2:] if flat else (depth, 1))),
-            *(w.strides[0] if batched else 0, w.strides[k], w.strides[n]),
-            *(self.y.strides[0] if batched else 0, columns),
-            *(0 if self.other is None or not batched else self.other.strides[0], columns),
-            *(0, 0 if self.scale is None or self.scale.shape in ((), (1,)) else 1),
-        ]
+        return product_words(
+            (x.shape[0] if batched else 1, self.rows, columns, depth),
+            x=(x.strides[0] if batched else 0, *(x.strides[-2:] if flat else (depth, 1))),
+            w=(w.strides[0] if batched else 0, w.strides[k], w.strides[n]),
+            y=(self.y.strides[0] if batched else 0, columns),
+            other=(0 if self.other is None or not batched else self.other.strides[0], columns),
+            scale=(0, 0 if self.scale is None or self.scale.shape in ((), (1,)) else 1),
+        )
 
 
 def given(call: Call, at: Operands) -> Given:
@@ -166,5 +179,6 @@ __all__ = [
     "is_batched",
     "operands_of",
     "prepare",
+    "product_words",
     "reads",
 ]
