@@ -37,7 +37,7 @@ def fakes(mode: FakeTensorMode, args: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("op", "shape", "rest"), CALLS, ids=lambda x: str(x)[:24])
+@pytest.mark.parametrize(("op", "shape", "rest"), CALLS, ids=[f"{call[0]}-{k}" for k, call in enumerate(CALLS)])
 def test_results_are_those_of_fake_dispatch(
     op: Any, shape: tuple[int, ...], rest: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
