@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checks import check, close, compiles
+
+import dicp
 
 NAN, INF = float("nan"), float("inf")
 
@@ -425,6 +428,24 @@ def test_many_pieces_are_laid_side_by_side(pieces: int) -> None:
     for result in (found, steps(y)):
         result.square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_more_pieces_than_one_kernel_takes(dtype: torch.dtype) -> None:
+    """Of those that are one constant there may be any number."""
+
+    def different(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([(x[i] * (i + 1)).to(dtype) for i in range(len(x))])
+
+    def alike(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[0].to(dtype), *[torch.zeros(2, dtype=dtype)] * 200])
+
+    x = torch.arange(-140.0, 140.0).view(140, 2)
+    for f, several in ((different, True), (alike, False)):
+        torch._dynamo.reset()
+        told = str(dicp.explain(f, x, backend="dicp_cpu"))
+        assert (int(re.search(r"(\d+) kernels", told)[1]) > 1) is several, told
+        assert torch.equal(torch.compile(f, backend="dicp_cpu")(x), f(x))
 
 
 def test_a_long_logcumsumexp_has_its_digits() -> None:
