@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "backend", "explain", "precompile", "refresh_frozen"]
+__all__ = ["__version__", "backend", "explain", "precompile", "refresh_frozen", "release_memory"]
 
 
 def backend(vendor: Any) -> Any:
@@ -25,6 +25,15 @@ def refresh_frozen() -> None:
     """Have what depends on weights alone computed anew at the next call of every function compiled with
     `options={"freeze": True}`: after changes that leave no trace, through `.data` or a raw pointer."""
     importlib.import_module("dicp.runtime.frozen").refresh()
+
+
+def release_memory() -> None:
+    """Give back the memory that compiled programs keep between calls only to use it again (on the CPU:
+    workspaces, and large results that the caller has dropped). Calls that run keep theirs."""
+    for module, pool in (("arena", "ARENA"), ("results", "RESULTS")):
+        loaded = sys.modules.get(f"dicp.runtime.{module}")
+        if loaded is not None:
+            getattr(loaded, pool).clear()
 
 
 class _Package(types.ModuleType):

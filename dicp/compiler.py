@@ -20,7 +20,7 @@ from dicp.passes.freeze import Folding, mark_frozen, split_frozen
 from dicp.runtime.dump import Dump
 from dicp.runtime.frozen import Frozen
 from dicp.runtime.parts import assemble_parts
-from dicp.runtime.program import Program, make_program
+from dicp.runtime.program import Program, Results, make_program
 from dicp.runtime.progress import Progress
 from dicp.schedule.defs import Buffer, Lowered
 from dicp.schedule.fuse import fuse
@@ -80,7 +80,8 @@ def compile_graph(
     name = f"graph{next(_numbers)}_{role}"
     mark_frozen(gm, weights or {})
     with Progress(name) as progress:
-        compiled = _compile(gm, _Job(name, role, vendor, config, progress))
+        results: Results = "saved" if role == "forward" else "kept" if config.keep_results else "new"
+        compiled = _compile(gm, _Job(name, role, vendor, config, progress, results))
     for observer in list(_observers):
         observer(compiled)
     return compiled
@@ -95,6 +96,7 @@ class _Job:
     vendor: Any
     config: Any
     progress: Progress
+    results: Results
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,7 +112,8 @@ def _compile(gm: fx.GraphModule, job: _Job) -> Compiled:
     if split is None:
         return _build(gm, job)
     job.dump.graph("15_main", gm)
-    constants = _build(split[0], dataclasses.replace(job, name=f"{job.name}_constants", seconds={}))
+    alone = dataclasses.replace(job, name=f"{job.name}_constants", results="new", seconds={})
+    constants = _build(split[0], alone)
     return _with_constants(_build(gm, job), constants, split[1], job.vendor)
 
 
@@ -137,7 +140,7 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
     with step("memory"):
         owned = _owned_inputs(lowered) if job.role == "backward" else frozenset()
         plan = plan_memory(items, lowered, owned)
-    program = make_program(name, lowered, items, plan, owned)
+    program = make_program(name, lowered, items, plan, owned, job.results)
     dump.plan("40_memory", program)
     with step("build"):
         call = vendor.assemble(program, config)

@@ -81,6 +81,11 @@ class Config:
     layout: bool = _option(
         True, "Channels-last propagation where its cost estimate says it pays.", codegen=True
     )
+    keep_results: bool = _option(
+        True,
+        "Memory of results of 1 MB and more is kept when the caller drops them, for the next call (CPU).",
+        codegen=True,
+    )
     cuda_graphs: bool = _option(False, "Replay the compiled program as a CUDA graph.", codegen=True)
     max_autotune: bool = _option(False, "Time more candidates per kernel and library call.", codegen=True)
     interpret: bool = _option(

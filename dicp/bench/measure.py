@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import dicp
 
 Thunk = Callable[[], object]
 
@@ -57,9 +58,7 @@ def _status(field: str) -> int:
 def _release_kept() -> None:
     """Give back what is kept between calls only to be used again, so that the next call is seen to take
     it."""
-    arena = sys.modules.get("dicp.runtime.arena")
-    if arena is not None:
-        arena.ARENA.clear()
+    dicp.release_memory()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

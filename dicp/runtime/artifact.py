@@ -36,9 +36,11 @@ from dicp.passes.freeze import Folding
 from dicp.runtime.arena import ARENA
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import Key, content_hash, read_meta
+from dicp.runtime.results import RESULTS
 from dicp.runtime.runner import make_function
 
-SINGLETONS: dict[str, Any] = {"ARENA": ARENA}  # one per process: named in a pickle, not copied
+SINGLETONS: dict[str, Any] = {"ARENA": ARENA, "RESULTS": RESULTS}
+"""One per process: named in a pickle, not copied."""
 
 
 class NotSaveable(CacheError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
@@ -33,6 +33,11 @@ class Segment:
     late: list[str] = field(default_factory=list)
 
 
+Results = Literal["new", "kept", "saved"]
+"""Whose memory results have: new, kept from those that callers have dropped (runtime/results.py), or new and
+saved for a backward, which frees them while it needs memory."""
+
+
 @dataclass(eq=False)
 class Program:
     """Everything a vendor needs to emit and run a graph."""
@@ -46,6 +51,7 @@ class Program:
     build_stats: Any = None
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owned: Set[str] = frozenset()  # inputs that nobody else holds
+    results: Results = "new"
     where: dict[int, int] = field(default_factory=dict)  # item -> step
 
     @property
@@ -95,14 +101,19 @@ RELEASE_BYTES = 2 << 20  # inputs that are dead but held, above which a backward
 
 
 def make_program(
-    name: str, lowered: Lowered, items: list[Item], plan: Plan, owned: Set[str] = frozenset()
+    name: str,
+    lowered: Lowered,
+    items: list[Item],
+    plan: Plan,
+    owned: Set[str] = frozenset(),
+    results: Results = "new",
 ) -> Program:
     """Cut the items into native segments and extern calls, and decide what outlives a segment.
 
     owned: inputs that nobody else holds (saved activations of a backward). A segment ends where enough of
     them are dead, and they are freed there: activations shrink while gradients grow, as in eager.
     """
-    program = Program(name, lowered, items, plan, owned=owned)
+    program = Program(name, lowered, items, plan, owned=owned, results=results)
     _cut(program)
     _allocate_and_free(program)
     return program

@@ -25,6 +25,7 @@ from dicp.runtime.arena import ARENA
 from dicp.runtime.bits import plain
 from dicp.runtime.host import host_number, host_size
 from dicp.runtime.program import Program, Segment
+from dicp.runtime.results import LARGE, RESULTS
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
 from dicp.schedule.memory import touched
 
@@ -56,6 +57,7 @@ class Runner:
         self.globals: dict[str, Any] = {
             "empty_strided": empty_strided_cpu,
             "ARENA": ARENA,
+            "RESULTS": RESULTS,
             "slots": _slots,
             "steal": tensors_from_handles,
             "expect": expect,
@@ -77,6 +79,7 @@ class Runner:
     def _write(self) -> str:
         self._inputs()
         self._lay_out()
+        self._let_results_rest()
         self._take_arena()
         for name, buffer in self.lowered.buffers.items():
             if buffer.kind == "constant":
@@ -136,6 +139,17 @@ class Runner:
         self.lines.append(f"arena_bytes, {', '.join(names)} = arena({sizes})")
         self.bound |= set(names)
 
+    def _let_results_rest(self) -> None:
+        """Before memory is taken that would add to what is idle until the backward."""
+        results = [b for b in self.lowered.buffers.values() if b.kind == "output"]
+        if self.program.results == "saved" and any(map(self._is_large, results)):
+            self.lines.append("RESULTS.rest()")
+
+    def _is_large(self, b: Buffer) -> bool:
+        """At the sizes of the example; not where those are known only while the program runs."""
+        symbols = self.lowered.symbols
+        return not symbols.late(b.nbytes) and symbols.hint(b.nbytes) >= LARGE
+
     def _take_arena(self) -> None:
         if self.plan.offset:
             self.lines.append(f"block = ARENA.take({self._arena_bytes()})")
@@ -158,10 +172,10 @@ class Runner:
             self._allocate(root, owner)
 
     def _allocate(self, name: str, buffer: Buffer) -> None:
-        self.lines.append(
-            f"{name} = empty_strided({self._tuple(buffer.shape)}, {self._tuple(buffer.strides)}, "
-            f"{buffer.dtype})"
-        )
+        keeps = self.program.results == "kept" and self._is_large(buffer)
+        make = "RESULTS.take(call, " if keeps else "empty_strided("
+        shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
+        self.lines.append(f"{name} = {make}{shape}, {strides}, {buffer.dtype})")
 
     def _inputs(self) -> None:
         names = [f"arg{k}" for k in range(len(self.lowered.inputs))]

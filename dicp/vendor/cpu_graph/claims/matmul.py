@@ -70,16 +70,15 @@ def prefers_tiles(node: fx.Node) -> bool:
 
     They do where those have no products of a low precision. In float32 they are ahead of MKL at its peak for
     up to 256 rows, as fast for more, behind where x has to be transposed (scripts/products.py). Where MKL is
-    not at its peak, they are as fast as oneDNN, and serve what that does not: deep sums, batches, where they
-    take 0.8 to 1.2 of MKL's time, and such x.
+    not at its peak, they are as fast as oneDNN, which allocates each result anew, and serve what that does
+    not: deep sums, batches, where they take 0.8 to 1.2 of MKL's time, and x that lies by columns.
     """
     if gemm("product", node) is None:
         return False
     x = _left(node)
     if x.dtype in LOW:
         return not multiplies(x.dtype)
-    by_rows = known_equal(x.stride(-1), 1) and not is_batched(node)
-    ahead = not (by_rows and _onednn_serves(node)) if _halved_by_mkl() else by_rows
+    ahead = _halved_by_mkl() or (known_equal(x.stride(-1), 1) and not is_batched(node))
     return cpu_maker() == "amd" and _from_memory(node) and ahead
 
 
