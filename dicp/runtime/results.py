@@ -31,8 +31,8 @@ import torch
 from dicp.compat import StorageHolders, empty_strided_cpu, window
 
 LARGE = 1 << 20
-"""Bytes of a result from which on its memory is kept: 256 pages, whose faults take as long as it takes to
-write as many bytes three to ten times."""
+"""Bytes of a result from which on its memory is kept: fresh pages cost several times what writing
+them does."""
 _MADV_FREE = 8
 _PAGE = 4096
 
