@@ -17,11 +17,14 @@ import torch.fx as fx
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
-from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn, reads_weights
+from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn, prefers_tiles, reads_weights
 
 FEW_ROWS = 16
 """Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
 blocks, other than in bfloat16."""
+LARGE_RESULT = 1 << 25
+"""Bytes of a result from which on malloc maps memory anew for each, whose pages cost more than a packed
+weight spares: oneDNN allocates what it returns, tiles write where results are kept."""
 
 
 class Packed:
@@ -73,8 +76,9 @@ def packs(node: fx.Node) -> str | None:
         return None
     if node.target is torch.ops.dicp.linear.default:
         rows = math.prod(size_hint(n) for n in x.shape[:-1])
-        as_it_is = reads_weights(node) or w.dtype == torch.float32 and rows < FEW_ROWS
-        return None if as_it_is or not prefers_onednn(node) else repr(("linear", rows))
+        few = reads_weights(node) or w.dtype == torch.float32 and rows < FEW_ROWS
+        as_it_is = few or not prefers_onednn(node) or _result_is_large(node) and prefers_tiles(node)
+        return None if as_it_is else repr(("linear", rows))
     if w.dim() != 4:
         return None
     window = winograd.window_of(node)
@@ -83,6 +87,11 @@ def packs(node: fx.Node) -> str | None:
     stride, padding, dilation, groups = node.args[4:8]
     sizes = [size_hint(n) for n in x.shape]
     return repr(("conv", _pair(padding), _pair(stride), _pair(dilation), groups, sizes))
+
+
+def _result_is_large(node: fx.Node) -> bool:
+    result = node.meta["val"]
+    return size_hint(result.numel()) * result.element_size() >= LARGE_RESULT
 
 
 def _pair(x: Any) -> list[int]:
