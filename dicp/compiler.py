@@ -20,7 +20,7 @@ from dicp.passes.freeze import Folding, mark_frozen, split_frozen
 from dicp.runtime.dump import Dump
 from dicp.runtime.frozen import Frozen
 from dicp.runtime.parts import assemble_parts
-from dicp.runtime.program import Program, Results, make_program
+from dicp.runtime.program import Program, ResultMemory, make_program
 from dicp.runtime.progress import Progress
 from dicp.schedule.defs import Buffer, Lowered
 from dicp.schedule.fuse import fuse
@@ -80,7 +80,7 @@ def compile_graph(
     name = f"graph{next(_numbers)}_{role}"
     mark_frozen(gm, weights or {})
     with Progress(name) as progress:
-        results: Results = "saved" if role == "forward" else "kept" if config.keep_results else "new"
+        results: ResultMemory = "saved" if role == "forward" else "kept" if config.keep_results else "new"
         compiled = _compile(gm, _Job(name, role, vendor, config, progress, results))
     for observer in list(_observers):
         observer(compiled)
@@ -96,7 +96,7 @@ class _Job:
     vendor: Any
     config: Any
     progress: Progress
-    results: Results
+    results: ResultMemory
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class Segment:
     late: list[str] = field(default_factory=list)
 
 
-Results = Literal["new", "kept", "saved"]
+ResultMemory = Literal["new", "kept", "saved"]
 """Whose memory results have: new, kept from those that callers have dropped (runtime/results.py), or new and
 saved for a backward, which frees them while it needs memory."""
 
@@ -51,7 +51,7 @@ class Program:
     build_stats: Any = None
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owned: Set[str] = frozenset()  # inputs that nobody else holds
-    results: Results = "new"
+    results: ResultMemory = "new"
     where: dict[int, int] = field(default_factory=dict)  # item -> step
 
     @property
@@ -106,7 +106,7 @@ def make_program(
     items: list[Item],
     plan: Plan,
     owned: Set[str] = frozenset(),
-    results: Results = "new",
+    results: ResultMemory = "new",
 ) -> Program:
     """Cut the items into native segments and extern calls, and decide what outlives a segment.
 
