@@ -22,7 +22,7 @@ from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn, prefers_tiles, r
 FEW_ROWS = 16
 """Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
 blocks, other than in bfloat16."""
-LARGE_RESULT = 1 << 25
+MAPPED_ANEW = 1 << 25
 """Bytes of a result from which on malloc maps memory anew for each, whose pages cost more than a packed
 weight spares: oneDNN allocates what it returns, tiles write where results are kept."""
 
@@ -91,7 +91,7 @@ def packs(node: fx.Node) -> str | None:
 
 def _result_is_large(node: fx.Node) -> bool:
     result = node.meta["val"]
-    return size_hint(result.numel()) * result.element_size() >= LARGE_RESULT
+    return size_hint(result.numel()) * result.element_size() >= MAPPED_ANEW
 
 
 def _pair(x: Any) -> list[int]:
