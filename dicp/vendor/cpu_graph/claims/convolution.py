@@ -12,7 +12,7 @@ import torch.fx as fx
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim, dense
-from dicp.vendor.cpu_graph.claims import rectified, winograd
+from dicp.vendor.cpu_graph.claims import depthwise, rectified, winograd
 from dicp.vendor.cpu_graph.claims.common import (
     FLOATS,
     LOW,
@@ -25,6 +25,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     in_layout,
     lists,
 )
+from dicp.vendor.cpu_graph.claims.images import CHANNELS_LAST
 
 FEW_POSITIONS = 256
 """Positions under which oneDNN's convolutions lose to gathering the windows: 98 positions of 512 channels,
@@ -80,7 +81,6 @@ def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence
     return (*wanted, *rest)
 
 
-CHANNELS_LAST = (0, 2, 3, 1)
 LAYOUTS = {"channels-last": CHANNELS_LAST, "row-major": (0, 1, 2, 3)}
 
 
@@ -199,10 +199,21 @@ def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any)
     return [own, *library] if ahead else [*library, own]
 
 
+def _with_depthwise(library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+    """The same of a gradient of a depthwise convolution."""
+    if config.numerics == "eager":
+        return library
+    own = depthwise.input_gradient() if node.args[10][0] else depthwise.window_gradient()  # type: ignore[union-attr, index]
+    ahead = _order(node.args[0]) == CHANNELS_LAST and depthwise.is_ahead(node)
+    return [own, *library] if ahead else [*library, own]
+
+
 def splits_gradients(node: fx.Node) -> bool:
     """Whether the gradients of a convolution are better calls of their own."""
+    if _order(node.args[0]) != CHANNELS_LAST:
+        return False
     window = winograd.window_of(node)
-    return window is not None and _order(node.args[0]) == CHANNELS_LAST and winograd.pays(window)
+    return window is not None and winograd.pays(window) or depthwise.is_ahead(node)
 
 
 def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
@@ -232,6 +243,8 @@ def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
     claim = Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
     found = _in_both_layouts(claim, node, config, (0, 1, 2))
     asked = [bool(m) for m in node.args[10]]  # type: ignore[union-attr]
+    if asked.count(True) == 1 and not asked[2] and depthwise.depthwise_of(node) is not None:
+        return _with_depthwise(found, node, config)
     if asked == [True, False, False]:
         return _with_winograd(winograd.input_gradient(), found, node, config)
     if asked == [False, True, False]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import argument, aten
+from dicp.vendor.cpu_graph.claims.images import pitch, prepare, space, strides, threads
 from dicp.vendor.cpu_graph.microkernels import available
 
-CHANNELS_LAST = (0, 2, 3, 1)
 FORM = repr(("winograd",))
 """Of packed weights."""
 BLOCK = 64
@@ -139,11 +139,15 @@ def forward() -> Claim:
     def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
         results, channels = args[1].shape[:2]
         made = args[1].buffer.kind == "packed"
-        return convolution_bytes(channels, results, _tile_block(node), _threads(lowering), made)
+        return convolution_bytes(channels, results, _tile_block(node), threads(lowering), made)
 
-    prepare = _prepare(0, 3, bias=2)
     return Claim(
-        "conv: Winograd", _emit_forward, out=True, strides=_strides, prepare=prepare, workspace=workspace
+        "conv: Winograd",
+        _emit_forward,
+        out=True,
+        strides=strides,
+        prepare=prepare(0, 3, bias=2),
+        workspace=workspace,
     )
 
 
@@ -152,14 +156,14 @@ def input_gradient() -> Claim:
 
     def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
         results, channels = args[2].shape[:2]
-        return convolution_bytes(results, channels, _tile_block(node), _threads(lowering), False)
+        return convolution_bytes(results, channels, _tile_block(node), threads(lowering), False)
 
     return Claim(
         "convolution_backward: Winograd",
         _emit_input,
         out=True,
-        strides=_strides,
-        prepare=_prepare(0),
+        strides=strides,
+        prepare=prepare(0),
         workspace=workspace,
     )
 
@@ -172,20 +176,16 @@ def weight_gradient() -> Claim:
 
     def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
         results, channels = args[2].shape[:2]
-        return gradient_bytes(channels, results, _threads(lowering))
+        return gradient_bytes(channels, results, threads(lowering))
 
     return Claim(
         "convolution_backward: Winograd",
         _emit_weight,
         out=True,
         strides=strides,
-        prepare=_prepare(0, 1),
+        prepare=prepare(0, 1),
         workspace=workspace,
     )
-
-
-def _threads(lowering: Any) -> int:
-    return int(lowering.vendor.machine(lowering.config).threads)
 
 
 def _tile_block(node: fx.Node) -> int:
@@ -214,31 +214,6 @@ def gradient_bytes(channels: int, results: int, threads: int) -> int:
     return 4 * (threads * own + (parts * pairs * sums if parts > 1 else 0)) + 64
 
 
-def _strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
-    from dicp.schedule.strides import dense_strides
-
-    val = node.meta["val"]
-    first = val[0] if isinstance(val, (tuple, list)) else val
-    found = dense_strides(tuple(lowering.index(s) for s in first.shape), CHANNELS_LAST)
-    return [found, None, None] if first is not val else [found]
-
-
-def _prepare(*images: int, bias: int | None = None) -> Callable[..., Sequence[Any]]:
-    """Images whose channels are dense, a dense bias, and all else however it lies."""
-
-    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        out = list(args)
-        for k in images:
-            if args[k] is not None:
-                view = lowering.operand(args[k], order=CHANNELS_LAST)
-                out[k] = view if view.strides[1] == 1 else lowering.in_order(args[k], CHANNELS_LAST)
-        if bias is not None and args[bias] is not None:
-            out[bias] = lowering.operand(args[bias], dense=True)
-        return out
-
-    return prepare
-
-
 def _emit_forward(w: Any, c: Call) -> None:
     """The call; where something was not finite, the library's convolution, which keeps it in its window."""
     x, weight, bias, other, _, padding = c.args[:6]
@@ -265,13 +240,13 @@ def _emit_weight(w: Any, c: Call) -> None:
     out = c.outputs[1]
     assert out is not None
     sizes, _ = w.ints(
-        [*x.shape, *grad.shape[1:], padding[0], padding[-1], *_pitch(x), *_pitch(grad), 0, 0, 0, *out.strides]
+        [*x.shape, *grad.shape[1:], padding[0], padding[-1], *pitch(x), *pitch(grad), 0, 0, 0, *out.strides]
     )
     name = w.template("winograd_gradient", _WINDOW_PARAMETERS, WINDOW_UNIT)
     finite = w.fresh("finite")
     w.lines.append(f"bool {finite} = true;")
     pointers = [w.pointer_to(x), w.pointer_to(grad), w.pointer(out)]
-    w.call(c, name, [*pointers, sizes, *_space(w, c), f"&{finite}"])
+    w.call(c, name, [*pointers, sizes, *space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")
     pads, _ = w.ints([padding[0], padding[-1]])
     y = View(out, out.shape, out.strides)
@@ -287,7 +262,7 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, flipped: bool
     y = View(out, out.shape, out.strides)
     sizes, _ = w.ints(
         [*x.shape, *y.shape[1:], padding[0], padding[-1]]
-        + [s for v in (x, y, other) for s in _pitch(v)]
+        + [s for v in (x, y, other) for s in pitch(v)]
         + list(strides)
     )
     name = w.template("winograd_conv", _PARAMETERS, UNIT)
@@ -297,20 +272,9 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, flipped: bool
     plain = "nullptr" if made else w.pointer_to(weight)
     transformed = f"(const float*){w.packed(weight)}[0]" if made else "nullptr"
     pointers = [w.pointer_to(x), plain, transformed, *(w.pointer_to(v) for v in (bias, other))]
-    w.call(c, name, [*pointers, w.pointer(out), sizes, str(flipped).lower(), *_space(w, c), f"&{finite}"])
+    w.call(c, name, [*pointers, w.pointer(out), sizes, str(flipped).lower(), *space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")
     return y
-
-
-def _space(w: Any, c: Call) -> list[str]:
-    space = c.outputs[-1]
-    assert space is not None
-    return [w.pointer(space), str(space.shape[0]), str(torch.get_num_threads())]
-
-
-def _pitch(v: View | None) -> list[Any]:
-    """Strides per image, row and column."""
-    return [0, 0, 0] if v is None else [v.strides[0], v.strides[2], v.strides[3]]
 
 
 def transformed(weight: torch.Tensor) -> torch.Tensor:
