@@ -21,8 +21,9 @@ from dicp.vendor.cpu_graph.claims.operands import (
 )
 from dicp.vendor.cpu_graph.microkernels import available
 
-ROW_TILE, ROW_GROUP, COLUMN_TILE, DEPTH_TILE = 128, 512, 128, 128
-"""As in the header."""
+ROW_TILE, DEPTH_TILE = 128, 128
+LONG, WIDE = (512, 128), (128, 512)
+"""Rows and columns; all as in the header."""
 
 _SOURCE = """\
 #include "dicp_gemm.h"
@@ -50,10 +51,12 @@ def gemm(label: str, node: fx.Node) -> Claim | None:
 
 def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     """Bytes of the header's blocks, for each thread."""
-    columns, depth = args[at.w].shape[-2:] if at.transposed else args[at.w].shape[:-3:-1]
-    rows = args[at.x].shape[-2] if len(args[at.x].shape) == len(args[at.w].shape) else ROW_GROUP
-    width, deep = (-(-_most(n, tile) // 16) * 16 for n, tile in ((columns, COLUMN_TILE), (depth, DEPTH_TILE)))
-    floats = deep * width + _most(rows, ROW_TILE) * deep + _most(rows, ROW_GROUP) * width
+    x, w = args[at.x], args[at.w]
+    columns, depth = w.shape[-2:] if at.transposed else w.shape[:-3:-1]
+    group, panel = LONG if x.strides[-1] == 1 else WIDE
+    rows = x.shape[-2] if len(x.shape) == len(w.shape) else group
+    width, deep = (-(-_most(n, tile) // 16) * 16 for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
+    floats = deep * width + _most(rows, ROW_TILE) * deep + _most(rows, group) * width
     return 4 * floats * int(lowering.vendor.machine(lowering.config).threads)
 
 

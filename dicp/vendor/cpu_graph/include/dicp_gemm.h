@@ -6,36 +6,40 @@
 
 namespace dicp {
 
-// Blocks of a thread: of w [DEPTH_TILE, COLUMN_TILE], which meets up to ROW_GROUP rows of x, ROW_TILE at a time. The
-// block and those rows (128 KB) stay in its second-level cache. Every DEPTH_TILE products a sum is rounded into memory,
-// so that it errs as a sum of so many does and not as one of all: as MKL's, or less (scripts/products.py).
-constexpr int64_t FEW = 16, ROW_TILE = 128, ROW_GROUP = 512, COLUMN_TILE = 128, DEPTH_TILE = 128;
+// Blocks of a thread: of w [DEPTH_TILE, columns], which meets up to `rows` rows of x, ROW_TILE at a time. The block and
+// those rows stay in its second-level cache. Every DEPTH_TILE products a sum is rounded into memory, so that it errs as
+// a sum of so many does and not as one of all: as MKL's, or less (scripts/products.py).
+constexpr int64_t FEW = 16, ROW_TILE = 128, DEPTH_TILE = 128;
+struct TileShape { int64_t rows, columns; };
+constexpr TileShape LONG{512, 128}, WIDE{128, 512};  // WIDE: rows of x that have to be turned meet more columns
 
 DICP_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The workspace of one thread, and its work on the rows of one panel, COLUMN_TILE columns of y.
+// The workspace of one thread, and its work on the rows of one panel, shape.columns columns of y.
 template <Activation act, class T, class W, class S> struct GemmTile {
   const Product& g;
   const T* x;
   const W* w;
   const Epilogue<T, S> e;
   T* y;
+  TileShape shape;
   int64_t width, depth;                                      // of a block of w, its rows whole cache lines
-  float *block = nullptr, *rows = nullptr, *sums = nullptr;  // [depth][width], [ROW_TILE][depth], [ROW_GROUP][width]
+  float *block = nullptr, *rows = nullptr, *sums = nullptr;  // [depth][width], [ROW_TILE][depth], [shape.rows][width]
 
   GemmTile(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
       : g(of), x(left), w(right), e(after), y(result) {
-    width = (least(g.columns, COLUMN_TILE) + 15) / 16 * 16, depth = (least(g.depth, DEPTH_TILE) + 15) / 16 * 16;
+    shape = g.x[2] == 1 ? LONG : WIDE;
+    width = (least(g.columns, shape.columns) + 15) / 16 * 16, depth = (least(g.depth, DEPTH_TILE) + 15) / 16 * 16;
   }
-  int64_t floats() const { return depth * width + least(g.rows, ROW_TILE) * depth + least(g.rows, ROW_GROUP) * width; }
+  int64_t floats() const { return depth * width + least(g.rows, ROW_TILE) * depth + least(g.rows, shape.rows) * width; }
   void use(float* memory) {
     block = memory, rows = block + depth * width, sums = rows + least(g.rows, ROW_TILE) * depth;
   }
 
   // rows [first, last) of the panel of n columns from `column` on
   void panel(int64_t batch, int64_t first, int64_t last, int64_t column, int64_t n) {
-    for (int64_t group = first; group < last; group += ROW_GROUP) {
-      const int64_t of_group = least(last - group, ROW_GROUP);
+    for (int64_t group = first; group < last; group += shape.rows) {
+      const int64_t of_group = least(last - group, shape.rows);
       for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) {
         const int64_t some = least(g.depth - k, DEPTH_TILE);
         if (group == first || g.depth > DEPTH_TILE)
@@ -74,7 +78,7 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
   const int64_t threads = worth_threads(g) ? space.threads : 1;
   float* const memory = space.take(threads * like.floats());
   if (!memory) return 1;
-  const int64_t panels = (g.columns + COLUMN_TILE - 1) / COLUMN_TILE, all = g.batch * panels;
+  const int64_t panels = (g.columns + like.shape.columns - 1) / like.shape.columns, all = g.batch * panels;
   // parts of the rows, each with a block of its own, where panels alone are too few: of whole tiles, or of fewer rows
   // where a thread would have none
   const bool small = all * ((g.rows + ROW_TILE - 1) / ROW_TILE) < threads;
@@ -91,9 +95,9 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
         for (int64_t part = 0; part < parts; ++part) {
           if (failed) continue;
           const int64_t first = part * units / parts * unit, last = (part + 1) * units / parts * unit;
-          const int64_t column = panel * COLUMN_TILE;
+          const int64_t column = panel * like.shape.columns;
           try {
-            tile.panel(batch, first, least(last, g.rows), column, least(g.columns - column, COLUMN_TILE));
+            tile.panel(batch, first, least(last, g.rows), column, least(g.columns - column, like.shape.columns));
           } catch (...) {
             failed = 1;
           }
