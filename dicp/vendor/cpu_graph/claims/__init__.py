@@ -10,7 +10,16 @@ import torch
 import torch.fx as fx
 
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims import attention, convolution, embedding, grouped, matmul, others, rectified
+from dicp.vendor.cpu_graph.claims import (
+    attention,
+    attention_gradient,
+    convolution,
+    embedding,
+    grouped,
+    matmul,
+    others,
+    rectified,
+)
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
     FLOATS,
@@ -119,7 +128,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         aten.embedding_dense_backward.default: embedding.embedding_backward,
         aten.convolution_backward.default: convolution.convolution_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention.flash,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.flash_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_gradient.flash_backward,
         aten.max_pool2d_with_indices.default: others.pool,
         aten.max_pool2d_with_indices_backward.default: others.pool,
         aten.native_dropout.default: others.dropout,

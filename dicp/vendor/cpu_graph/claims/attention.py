@@ -25,7 +25,7 @@ from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
 
-def _attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]:
+def attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]:
     out = [w.optional(mask)]
     if scale is None:
         return [*out, "nullptr"]
@@ -69,7 +69,7 @@ extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {
 """
 
 
-def _multiplied(dtype: torch.dtype) -> torch.dtype | None:
+def multiplied(dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of the tiles' products: the operands', or float32 where the processor has nothing for a low
     precision; None where there are no micro-kernels for it."""
     product = torch.float32 if dtype in LOW and not multiplies(dtype) else dtype
@@ -80,8 +80,8 @@ def _tiled(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> Claim
     """The claim by tiles, where the micro-kernels and the tiles' layout allow."""
     q, _, v = (a.meta["val"] for a in node.args[:3])  # type: ignore[union-attr]
     depths = (q.shape[-1], v.shape[-1])
-    product = _multiplied(q.dtype)
-    if product is None or size_hint(q.shape[2]) < FEW_ROWS or not _addressed(node, mask):
+    product = multiplied(q.dtype)
+    if product is None or size_hint(q.shape[2]) < FEW_ROWS or not addressed(node.args[:3], mask):
         return None
     if not all(d % 2 == 0 and d <= 256 for d in depths):
         return None
@@ -93,7 +93,9 @@ def _by_rows(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> Cla
     """The claim for few query rows, as in decoding."""
     q, k = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
     rows, nbytes = q.shape[2], size_hint(k.numel(), FEW_BYTES) * k.element_size()
-    if not isinstance(rows, int) or rows > DECODED_ROWS or nbytes < FEW_BYTES or not _addressed(node, mask):
+    if not isinstance(rows, int) or rows > DECODED_ROWS or nbytes < FEW_BYTES:
+        return None
+    if not addressed(node.args[:3], mask):
         return None
     emit = _emit("dicp_attention_rows.h", "row_attention", causal, scale)
     return Claim("attention: few rows", emit, out=True, prepare=_tile_rows)
@@ -113,24 +115,24 @@ def reads_operands(node: fx.Node) -> bool:
     return dropout == 0.0 and bool(_templates(node, mask, False, None))
 
 
-def _addressed(node: fx.Node, mask: Any) -> bool:
+def addressed(operands: Sequence[Any], mask: Any) -> bool:
     """Whether the templates read operands of these dtypes, and know their heads and depths."""
-    q, k, v = (a.meta["val"] for a in node.args[:3])  # type: ignore[union-attr]
+    q, k, v = (a.meta["val"] for a in operands)
     if q.dtype not in FLOATS or (mask is not None and mask.meta["val"].dtype not in (q.dtype, torch.float32)):
         return False
     return all(isinstance(n, int) for n in (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]))
 
 
 def _tile_rows(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-    """Operands whose depth is dense, and whose rows start at pairs of 16-bit values."""
+    return [*(dense_depth(lowering, a) for a in args[:3]), *args[3:]]
 
-    def fix(a: Any) -> Any:
-        view = lowering.operand(a)
-        row = view.strides[2]
-        pairs = view.buffer.dtype.itemsize == 4 or (isinstance(row, int) and row % 2 == 0)
-        return view if view.strides[-1] == 1 and pairs else lowering.operand(a, dense=True)
 
-    return [*(fix(a) for a in args[:3]), *args[3:]]
+def dense_depth(lowering: Any, operand: Any) -> Any:
+    """An operand whose depth is dense, and whose rows start at pairs of 16-bit values."""
+    view = lowering.operand(operand)
+    row = view.strides[2]
+    pairs = view.buffer.dtype.itemsize == 4 or (isinstance(row, int) and row % 2 == 0)
+    return view if view.strides[-1] == 1 and pairs else lowering.operand(operand, dense=True)
 
 
 def _emit(
@@ -162,7 +164,7 @@ def _emit(
             [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]]
             + [s for x in (q, k, v, out) for s in x.strides[:3]]
             + list(log_sum.strides if log_sum is not None else (0, 0, 0))
-            + (_mask_strides(added) if added is not None else [0, 0, 0, 0])
+            + (mask_strides(added) if added is not None else [0, 0, 0, 0])
         )
         pointers = [w.pointer_to(x) for x in (q, k, v, added)]
         pointers += [w.pointer(out), w.pointer(log_sum) if log_sum is not None else "nullptr"]
@@ -172,7 +174,7 @@ def _emit(
     return emit
 
 
-def _mask_strides(mask: View) -> list[Any]:
+def mask_strides(mask: View) -> list[Any]:
     """Per batch, head, row and column; 0 where the mask is broadcast."""
     own = [0 if n == 1 else s for n, s in zip(mask.shape, mask.strides, strict=True)]
     return [0] * (4 - len(own)) + own
@@ -198,7 +200,7 @@ def attention(node: fx.Node, config: Any) -> list[Claim]:
             w.tensor(v),
             "0.0",
             str(int(causal)),
-            *_attention_args(w, mask, scale),
+            *attention_args(w, mask, scale),
         ]
         logsumexp = w.fresh("logsumexp")
         w.hoisted.append(f"Tensor {logsumexp};")
@@ -224,27 +226,10 @@ def flash(node: fx.Node, config: Any) -> list[Claim]:
                 w.tensor(v),
                 repr(float(p)),
                 str(int(causal)),
-                *_attention_args(w, c.kwargs.get("attn_mask"), scale),
+                *attention_args(w, c.kwargs.get("attn_mask"), scale),
             ],
         )
 
     library = Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2))
     own = p == 0.0 and config.numerics != "eager"
     return [*(_templates(node, mask, causal, scale) if own else []), library]
-
-
-def flash_backward(node: fx.Node, config: Any) -> Claim | None:
-    def emit(w: Any, c: Call) -> None:
-        tensors, p, causal = c.args[:6], c.args[6], c.args[7]
-        w.call(
-            c,
-            SHIM + "_scaled_dot_product_flash_attention_for_cpu_backward",
-            [
-                *(w.tensor(t) for t in tensors),
-                repr(float(p)),
-                str(int(causal)),
-                *_attention_args(w, c.kwargs.get("attn_mask"), c.kwargs.get("scale")),
-            ],
-        )
-
-    return Claim("attention backward: flash", emit, prepare=rows(0, 1, 2, 3, 4))
