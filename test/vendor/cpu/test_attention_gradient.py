@@ -99,6 +99,19 @@ def test_values(case: str, dtype: torch.dtype) -> None:
     check(run, qkv, grad, mask, causal)
 
 
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 2)])
+def test_some_of_the_gradients(asked: tuple[int, ...]) -> None:
+    qkv, grad, _ = operands("one tile", torch.float32)
+    given = [t.detach().requires_grad_(k in asked) for k, t in enumerate(qkv)]
+    run = torch.compile(attention, backend="dicp_cpu")
+    found = (
+        torch.autograd.grad([f(*given, None, False)], [given[k] for k in asked], [grad])
+        for f in (run, attention)
+    )
+    for got, eager in zip(*found, strict=True):
+        torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_instruction_sets(dtype: torch.dtype, isa: str) -> None:
