@@ -1,19 +1,18 @@
-"""Gradients of depthwise convolutions by oneDNN and by the template (dicp_depthwise.h), channels-last: the
-least milliseconds of a call, in turns. claims/depthwise.py decides by this table.
+"""Gradients of depthwise convolutions by oneDNN and by the template (dicp_depthwise.h), channels-last:
+milliseconds of a call, medians, in turns. claims/depthwise.py decides by this table.
 
-    python scripts/depthwise.py [--seconds 0.5]
+    python scripts/depthwise.py
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from dicp.bench.measure import alternating
 from dicp.config import Config
 from dicp.vendor.cpu_graph.build import Unit, build
 from dicp.vendor.cpu_graph.claims import depthwise
@@ -47,19 +46,6 @@ def templates(dtype: torch.dtype) -> dict[str, Callable[..., object]]:
     return found
 
 
-def best(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    found = {name: float("inf") for name in calls}
-    for call in calls.values():
-        call()
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < seconds:
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            found[name] = min(found[name], 1e3 * (time.perf_counter() - start))
-    return found
-
-
 Calls = dict[str, Callable[[], object]]
 
 
@@ -86,19 +72,14 @@ def calls_of(shape: tuple[int, ...], dtype: torch.dtype, own: dict[str, Callable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=0.5)
-    args = parser.parse_args()
     print(f"{'':54} {'of the input':>19} {'of the window':>19}")
     print(f"{'batch, channels, size, window, stride':54}" + f" {'oneDNN':>9} {'own':>9}" * 2)
     for dtype in (torch.float32, torch.bfloat16):
         own = templates(dtype)
         for name, shapes in SHAPES.items():
             for shape in shapes:
-                found = best(calls_of(shape, dtype, own), args.seconds)
-                times = "".join(f" {found[key]:9.2f}" for key in found)
+                found = alternating(list(calls_of(shape, dtype, own).values()))
+                times = "".join(f" {ms:9.2f}" for ms in found)
                 sizes = "".join(f"{n:6}" for n in shape)
                 print(f"{str(dtype)[6:]:9} {name:14}{sizes} {times}", flush=True)
 

@@ -1,5 +1,5 @@
-"""Gradients of attention by tiles: against float64 under the rule of all tests (no further from it than twice eager), over
-sizes that are no multiple of a tile, masks and layouts; and which calls they serve."""
+"""Gradients of attention by tiles: against float64 under the rule of all tests (no further from it than twice eager),
+over sizes that are no multiple of a tile, masks and layouts; and which calls they serve."""
 
 from __future__ import annotations
 

@@ -130,8 +130,9 @@ template <class T, class M> struct AttentionGradientTile {
       product(n, m, a.depth, rows_k, a.k[2], (const T*)turned_q, queries, scores, queries, false);
       product(n, m, a.depth_v, rows_v, a.v[2], (const T*)turned_g, queries, slopes, queries, false);
       differentiate(first, m, k0, n, mask, causal);
-      product(n, a.depth_v, even(m), weights, queries, right_g.at, right_g.row, sum_v + k0 * a.depth_v, a.depth_v, true);
-      product(n, a.depth, even(m), tangents, queries, right_q.at, right_q.row, sum_k + k0 * a.depth, a.depth, true);
+      float *const to_v = sum_v + k0 * a.depth_v, *const to_k = sum_k + k0 * a.depth;
+      product(n, a.depth_v, even(m), weights, queries, right_g.at, right_g.row, to_v, a.depth_v, true);
+      product(n, a.depth, even(m), tangents, queries, right_q.at, right_q.row, to_k, a.depth, true);
       const Block right_k = right(rows_k, a.k[2], n, a.depth, paired_k);
       product(m, a.depth, even(n), turned, keys, right_k.at, right_k.row, sum_q, a.depth, k0 > 0);
     }
@@ -144,7 +145,8 @@ template <class T, class M> struct AttentionGradientTile {
   }
 };
 
-// log_sum: of each row's exponentials; mask may be null. Returns not 0 where memory is short or the micro-kernels raised.
+// log_sum: of each row's exponentials; mask may be null. Returns not 0 where memory is short or the micro-kernels
+// raised.
 template <class T, class M>
 int32_t flash_attention_gradient(const T* grad, const T* q, const T* k, const T* v, const T* out, const float* log_sum,
                                  const M* mask, T* dq, T* dk, T* dv, const int64_t* sizes, double scale, bool causal) {
