@@ -1,6 +1,6 @@
 """What docs/tuning.md says of products: GF/s of ATen's low precision beside float32's with the conversions
-and beside dicp_cpu's; int8 weights; and of float32 by MKL, by oneDNN and by what dicp_cpu calls, with how
-far each errs.
+and beside dicp_cpu's; int8 weights; bf16 into memory that is given; and of float32 by MKL, by oneDNN and by
+what dicp_cpu calls, with how far each errs.
 
     python scripts/products.py
 """
@@ -104,6 +104,28 @@ def tiles(rows: int, depth: int, columns: int) -> None:
     print(f"compiled {rows}x{depth}x{columns}: {figures}", flush=True)
 
 
+def in_place(rows: int, depth: int, columns: int) -> None:
+    """GF/s in bf16 of oneDNN's call with an epilogue, which allocates its result, and of ATen's own, which is
+    given one: of a linear layer, plain and with a bias, and of the gradient of its weight."""
+    x, w, bias, grad = (
+        torch.randn(shape).bfloat16()
+        for shape in ((rows, depth), (columns, depth), (columns,), (rows, columns))
+    )
+    y, dw = torch.empty_like(grad), torch.empty_like(w)
+    epilogue = torch.ops.mkldnn._linear_pointwise
+    calls = {
+        "plain": lambda: epilogue(x, w, None, "none", [], ""),
+        "in place": lambda: torch.mm(x, w.t(), out=y),
+        "bias": lambda: epilogue(x, w, bias, "none", [], ""),
+        "bias, in place": lambda: torch.addmm(bias, x, w.t(), out=y),
+        "of the weight": lambda: epilogue(grad.t(), x.t(), None, "none", [], ""),
+        "of the weight, in place": lambda: torch.mm(grad.t(), x, out=dw),
+    }
+    rates = [2.0 * rows * depth * columns / ms / 1e6 for ms in alternating(list(calls.values()))]
+    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in zip(calls, rates, strict=True))
+    print(f"bf16 {rows}x{depth}x{columns}: {figures}", flush=True)
+
+
 def by_mkl(x: Tensor, w: Tensor) -> Tensor:
     return x @ w.t()
 
@@ -125,6 +147,8 @@ def main() -> None:
     low_precision("patches", flops, lambda x, w: F.conv2d(x, w, stride=16), image, window)
     low_precision("24 products", 2.0 * 24 * 197**2 * 64, torch.bmm, r(24, 197, 64), r(24, 64, 197))
     int8_weights(128, 1024, 2816)
+    for sizes in ((128, 1024, 1024), (256, 768, 3072), (1024, 3072, 768), (1024, 768, 50257)):
+        in_place(*sizes)
     for depth, columns in ((1024, 1024), (1024, 2816), (2048, 2048), (2816, 1024), (768, 3072)):
         for rows in (16, 128, 1024):
             tiles(rows, depth, columns)

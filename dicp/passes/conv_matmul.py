@@ -141,8 +141,9 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
         with mode, quiet_shapes(mode):
             if node.target is aten.convolution_backward.default:
                 _gradients(node, conv, vendor)
-            elif pays(vendor, "result", conv) and _ready(node.args[0], node.args[1], conv):
-                _result(node, conv, vendor)
+            elif pays(vendor, "result", conv) and _of_one_dtype(node):
+                if _ready(node.args[0], node.args[1], conv):
+                    _result(node, conv, vendor)
     return finish(gm)
 
 
@@ -151,6 +152,13 @@ def _ready(x: Any, weight: Any, conv: Convolution) -> bool:
     gathered = conv.patches and not conv.pointwise
     in_order = gathered or value_of(x).is_contiguous(memory_format=torch.channels_last)
     return bool(in_order and value_of(weight).is_contiguous())
+
+
+def _of_one_dtype(node: Node) -> bool:
+    """Whether a convolution's bias is of the dtype of all else, as a product's is: that of a norm folded into
+    a low precision is float32, which a library's convolution adds before it rounds."""
+    bias = node.args[2]
+    return bias is None or value_of(bias).dtype == value_of(node).dtype
 
 
 def _result(node: Node, conv: Convolution, vendor: Any) -> None:

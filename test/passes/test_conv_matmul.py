@@ -77,6 +77,17 @@ graph(arg0_1: Sym(s0), arg1_1: Sym(s1), arg2_1: Sym(s2), arg3_1: f32[s0,3,s1,s2]
         text = show(windows)
         self.assertEqual(show(self.check(rewrite_conv_matmul, windows, Products())), text)
 
+    def test_bias_of_another_dtype_stays_with_the_convolution(self) -> None:
+        """As that of a norm folded into a low precision: a product would round before it is added."""
+        register()
+        conv = torch.ops.dicp.conv.default
+        g = graph_of(
+            lambda x, w, b: conv(last(x.bfloat16()), w.bfloat16(), b, None, [1, 1], [0, 0], [1, 1], 1, "none"),
+            *((2, 3, 5, 4), (6, 3, 1, 1), (6,)),
+        )
+        text = show(g)
+        self.assertEqual(show(rewrite_conv_matmul(g, Products())), text)
+
     def test_larger_window_gathers(self) -> None:
         g = graph_of(
             lambda x, w: F.conv2d(last(x), w, stride=2, padding=(1, 0)), (2, 3, 5, 4), (6, 3, 3, 2)

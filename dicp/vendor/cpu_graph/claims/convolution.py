@@ -24,6 +24,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     dtype_of,
     in_layout,
     lists,
+    onednn_has,
 )
 from dicp.vendor.cpu_graph.claims.images import CHANNELS_LAST
 
@@ -36,7 +37,11 @@ gathering 1.3 ms (2 Zen 4 cores)."""
 def matmul_pays(part: str, conv: Any) -> bool:
     """Products with a 1x1 window run at the library's peak either way; as GEMM they write where the program
     wants them, where a convolution allocates its results and reorders its weights at each call. So do those
-    of patches of a low precision, of which a product makes no float32 copies (docs/tuning.md)."""
+    of patches of a low precision, of which a product makes no float32 copies (docs/tuning.md). In bf16 the
+    weight's gradient of a strided 1x1 window is as well: a quarter of the image is copied for it."""
+    if conv.dtype == torch.bfloat16:
+        strided = part == "weight" and conv.window == (1, 1)
+        return onednn_has(conv.dtype) and (conv.pointwise or strided)
     if conv.dtype != torch.float32 or winograd.pays_for(conv):
         return False
     gathers = conv.positions < FEW_POSITIONS or (conv.stored in LOW and conv.patches)

@@ -137,7 +137,7 @@ def _ordered(
         return [blas]
     if not _onednn_serves(node):
         onednn = None
-    order = [onednn, blas] if prefers_onednn(node) and not _for_blas(node) else [blas, onednn]
+    order = [onednn, blas] if prefers_onednn(node) and not _blas_first(node) else [blas, onednn]
     tiles, few = gemm(label, node), gemv(label, node)
     order = [tiles, *order] if prefers_tiles(node) else [*order, tiles]
     order = [few, *order] if _from_memory(node) else [*order, few]
@@ -158,16 +158,14 @@ def _from_memory(node: fx.Node) -> bool:
     return any(size_hint(v.numel()) * v.element_size() >= FEW_BYTES for v in vals)
 
 
-LARGE_RESULT = 1 << 20
-MANY_ROWS = 1024  # with fewer and a transposed weight MKL is well behind oneDNN; with more it comes close
-
-
-def _for_blas(node: fx.Node) -> bool:
-    """Whether a product goes to BLAS where oneDNN is as fast: oneDNN copies a transposed left operand, and
-    allocates its result, which costs more than it gains where that is large."""
-    left, result = _left(node), node.meta["val"]
-    rows, nbytes = size_hint(result.shape[0]), size_hint(result.numel()) * result.element_size()
-    return not known_equal(left.stride(-1), 1) or (nbytes >= LARGE_RESULT and rows >= MANY_ROWS)
+def _blas_first(node: fx.Node) -> bool:
+    """Whether ATen's own call, which writes where the plan says, comes before oneDNN's with an epilogue, that
+    allocates. In bf16 oneDNN serves both, and without a bias the first is nowhere slower; a bias it adds in
+    a pass of its own. Of a left operand that lies by columns, as in gradients of weights, the other makes a
+    copy (scripts/products.py)."""
+    at, left = operands_of(node), _left(node)
+    biased = at is not None and at.bias is not None and argument(node, at.bias, "bias", None) is not None
+    return not known_equal(left.stride(-1), 1) or (left.dtype == torch.bfloat16 and not biased)
 
 
 def addmm(node: fx.Node, config: Any) -> list[Claim]:
@@ -282,9 +280,9 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
     library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
     if PACKED in node.args[1].meta:  # type: ignore[union-attr]
         return [library]
-    found = _ordered("linear", node, config, None, library if act in ACTIVATIONS else None)
     plain = act == "none" and argument(node, 3, "other", None) is None
-    return [*found, Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2))] if plain else found
+    blas = Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2)) if plain else None
+    return _ordered("linear", node, config, blas, library if act in ACTIVATIONS else None)
 
 
 def _linear_by_blas(w: Any, c: Call) -> None:
