@@ -32,10 +32,12 @@ COLUMN_VECTORS = 4  # vectors of results a thread takes at a time when they are 
 @dataclass(frozen=True)
 class Split:
     """`lead` leading dims of the extent become results; with `factor`, the first dim is cut into that many
-    pieces."""
+    pieces. inside: the parts of a result lie side by side, as what they are of does (a group's channels,
+    channels-last), else all results of a part do."""
 
     lead: int
     factor: int | None
+    inside: bool = False
 
     def build(
         self,
@@ -59,10 +61,14 @@ class Split:
             def ridx(part: Indices, rest: Indices) -> Indices:
                 return (*part, *rest)
 
-        n = len(head)
+        at = len(shape) if self.inside else 0
+        n = at + len(head)
 
         def partial(idx: Indices, rest: Indices) -> Expr:
-            return fn(idx[n:], ridx(idx[:n], rest))
+            return fn((*idx[:at], *idx[n:]), ridx(idx[at:n], rest))
+
+        def place(i: Indices, r: Indices) -> Indices:
+            return (*i[:at], *r, *i[at:])
 
         wide = fn(builder.index_vars(shape), builder.index_vars(extent, "r")).dtype
         if kind == "welford":  # few values: kept in double, so that joining them loses nothing
@@ -70,18 +76,18 @@ class Split:
         else:
             parts_in = torch.bool if kind in ("any", "all") else wide
         part_dtypes = tuple(parts_in for _ in dtypes)
-        parts = builder.reduction(kind, (*head, *shape), tail, part_dtypes, partial)
+        parts = builder.reduction(kind, place(shape, head), tail, part_dtypes, partial)
         if kind == "welford":
             count = ix.product(tail)
             mean, m2 = builder.reduction(
-                "welford", shape, head, (dtypes[0], torch.float64), lambda i, r: parts[0]((*r, *i))
+                "welford", shape, head, (dtypes[0], torch.float64), lambda i, r: parts[0](place(i, r))
             )
-            rest = builder.reduction("sum", shape, head, (torch.float64,), lambda i, r: parts[1]((*r, *i)))[
-                0
-            ]
+            (rest,) = builder.reduction(
+                "sum", shape, head, (torch.float64,), lambda i, r: parts[1](place(i, r))
+            )
             scale = ex.cast(ex.index_value(count), torch.float64)
             return mean, Value(shape, dtypes[1], lambda i: ex.cast(rest(i) + scale * m2(i), wide))
-        return tuple(builder.reduction(kind, shape, head, dtypes, lambda i, r: parts[0]((*r, *i))))
+        return tuple(builder.reduction(kind, shape, head, dtypes, lambda i, r: parts[0](place(i, r))))
 
 
 def split_extent(
@@ -109,7 +115,7 @@ def split_extent(
         if total >= threads and rest >= 16:
             chosen = lead
     if chosen:
-        return Split(chosen, None)
+        return Split(chosen, None, _lies_inside(sample, shape, extent[:chosen], buffers))
     return _cut(extent, threads)
 
 
@@ -129,6 +135,23 @@ def _count(xs: Shape) -> int:
         assert isinstance(x, int)
         out *= x
     return out
+
+
+def _lies_inside(sample: Expr, shape: Shape, head: Shape, buffers: dict[str, Any]) -> bool:
+    """Whether parts are nearer to each other than results are, in most of what is read of both."""
+    dims = [k for k, n in enumerate(shape) if n != 1]
+    parts = [Var(f"r{k}", n) for k, n in enumerate(head) if n != 1]
+    if not dims or not parts:
+        return False
+    result, votes = Var(f"i{dims[-1]}", shape[dims[-1]]), 0
+    for e in ex.walk(sample):
+        if e.op == "at" and e.args[0] in buffers:
+            flat = buffers[e.args[0]].flat(e.args[1])
+            steps = [ix.coefficient(flat, v) for v in (result, parts[-1])]
+            apart, near = (s[0] if s is not None and isinstance(s[0], int) else 0 for s in steps)
+            if apart and near:
+                votes += 1 if abs(near) < abs(apart) else -1
+    return votes > 0
 
 
 def _rows(sample: Expr, inner: Var, buffers: dict[str, Any]) -> bool:

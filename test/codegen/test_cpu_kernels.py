@@ -500,6 +500,25 @@ def test_vectors_are_along_an_axis_that_fills_them(channels: int, vectors: str) 
     assert shape.vector is not None and str(shape.vector.size) == vectors
 
 
+REDUCTIONS: dict[str, tuple[Callable[..., Any], str, str]] = {  # of x: [100, 1003] and v: [100]; the loops, vectors along
+    "rows": (lambda x, v: x.sum(1), "rows", "1003"),
+    "rows in two moments": (lambda x, v: torch.var_mean(x, 1), "rows", "1003"),
+    "columns": (lambda x, v: x.sum(0), "columns", "1003"),
+    "rows times a column": (lambda x, v: (x * v[:, None]).amax(1), "rows", "1003"),
+    "columns times a row": (lambda x, v: (x * v[:, None]).amax(0), "columns", "1003"),
+    "a product": (lambda x, v: (x[:, :100, None] + x[:100]).amax(1), "columns", "1003"),
+}
+
+
+@pytest.mark.parametrize("case", REDUCTIONS)
+def test_reductions_are_vectors_along_what_lies_together(case: str) -> None:
+    """Of what is read at each point, however many results are stored once per row."""
+    fn, kind, size = REDUCTIONS[case]
+    graphs = traced(fn, rand(100, 1003), rand(100))
+    shape = loops.choose_shape(program_of(graphs["inference"]).launches[0].kernel, 16)
+    assert shape.vector is not None and (shape.kind, str(shape.vector.size)) == (kind, size)
+
+
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 33, 64, 100])
 def test_one_dynamic_kernel_serves_every_size(n: int) -> None:
     """The kernels compiled for one size, run at others."""

@@ -16,7 +16,7 @@ import torch
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
-from dicp.ir.kernel import Axis, Kernel, Scan, Store, accessed, expressions
+from dicp.ir.kernel import Axis, Kernel, Scan, Store, accessed
 from dicp.vendor.cpu_graph.expression import index_text
 
 PARALLEL_WORK = 1 << 15  # element operations below which starting threads costs more than it brings
@@ -34,40 +34,47 @@ class Shape:
 
 
 def choose_shape(kernel: Kernel, lanes: int) -> Shape:
-    """Vectorise along the axis that most accesses walk contiguously, each as far as it fills vectors."""
+    """Vectorise along the axis that most accesses walk contiguously, each as far as it fills vectors. Where
+    there are inner axes, along the one that fewest loads walk in strides, of those loads that move along an
+    inner axis: all other accesses happen once per outer point.
+    """
     inner = tuple(a for a in kernel.axes if a.reduced or a.serial)
     outer = tuple(a for a in kernel.axes if not (a.reduced or a.serial))
-    stores = [s.index for s in kernel.body if isinstance(s, Store)]
-    loads = [e.args[1] for s in kernel.body for e in expressions(s) if e.op == "load"]
+    stores = {s.index for s in kernel.body if isinstance(s, Store)}
+    every = accessed(kernel.body)
+    moving = [i for i in every if i not in stores and any(ix.depends(i, a.var) for a in inner)]
 
     def votes(a: Axis) -> int:
-        total = 0
-        for i in accessed(kernel.body):
-            split = ix.coefficient(i, a.var)
-            total += (2 if i in stores else 1) * (split is not None and split[0] == 1)
-        return total
+        return sum(2 if i in stores else 1 for i in every if _contiguous(i, a))
 
     def filled(a: Axis) -> float:
         return min(1.0, a.size / lanes) if isinstance(a.size, int) else 1.0
 
-    best = max(outer, key=lambda a: (votes(a), outer.index(a)), default=None)
+    def walked(a: Axis) -> tuple[int, int]:
+        """Loads in strides, and (as a negative) contiguous ones: the less the better."""
+        contiguous = sum(_contiguous(i, a) for i in moving)
+        return sum(ix.depends(i, a.var) for i in moving) - contiguous, -contiguous
+
     if not inner:
         best = max(outer, key=lambda a: (votes(a) * filled(a), outer.index(a)), default=None)
         rest = tuple(a for a in outer if a is not best)
         return Shape("pointwise", best, rest, ())
+    best = min(outer, key=lambda a: (walked(a), -votes(a), -outer.index(a)), default=None)
     last = inner[-1]
     scalar_rows = last.serial or any(isinstance(s, Scan) for s in kernel.body)
     extent = ix.product(a.size for a in inner)
     short = isinstance(extent, int) and extent < 2 * lanes
-    row_votes = sum(1 for i in loads if (c := ix.coefficient(i, last.var)) is not None and c[0] == 1)
-    column = (
-        best is not None
-        and votes(best) > 0
-        and (row_votes == 0 or short or (votes(best) > row_votes and not scalar_rows) or last.serial)
-    )
-    if column and best is not None:
+    by_rows = any(_contiguous(i, last) for i in moving)
+    better = best is not None and not scalar_rows and walked(best) < walked(last)
+    if best is not None and votes(best) > 0 and (not by_rows or short or better or last.serial):
         return Shape("columns", best, tuple(a for a in outer if a is not best), inner)
     return Shape("rows", None if scalar_rows else last, outer, inner)
+
+
+def _contiguous(i: Index, a: Axis) -> bool:
+    """Whether a position moves by one element along an axis."""
+    split = ix.coefficient(i, a.var)
+    return split is not None and split[0] == 1
 
 
 def vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str], str]) -> list[str]:
