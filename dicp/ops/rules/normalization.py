@@ -118,7 +118,7 @@ def group_norm(
 ) -> tuple[Value, ...]:
     split = reshape(x, (n, group, ix.floordiv(c, group), hxw))
     mean, m2, axes = moments(b, split, [2, 3])
-    rstd = inverse_deviation(m2, axes.count, eps)
+    rstd = b.realize(inverse_deviation(m2, axes.count, eps))  # once a group, not at each of its elements
     scale = [None if w is None else per_channel(reshape(w, (group, ix.floordiv(c, group))), 4, (1, 2))
              for w in (weight, bias)]
     y = affine(split, axes.restore(mean), axes.restore(rstd), scale[0], scale[1], x.dtype)
