@@ -506,6 +506,7 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], str, str]] = {  # of x: [100, 10
     "columns": (lambda x, v: x.sum(0), "columns", "1003"),
     "rows times a column": (lambda x, v: (x * v[:, None]).amax(1), "rows", "1003"),
     "columns times a row": (lambda x, v: (x * v[:, None]).amax(0), "columns", "1003"),
+    "rows, written again": (lambda x, v: (x - (m := x.mean(1, keepdim=True)), m), "rows", "1003"),
     "a product": (lambda x, v: (x[:, :100, None] + x[:100]).amax(1), "columns", "1003"),
 }
 

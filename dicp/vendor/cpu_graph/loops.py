@@ -35,14 +35,14 @@ class Shape:
 
 def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     """Vectorise along the axis that most accesses walk contiguously, each as far as it fills vectors. Where
-    there are inner axes, along the one that fewest loads walk in strides, of those loads that move along an
-    inner axis: all other accesses happen once per outer point.
+    there are inner axes, along the one that fewest walk in strides, of those accesses that move along an
+    inner axis: all others happen once per outer point.
     """
     inner = tuple(a for a in kernel.axes if a.reduced or a.serial)
     outer = tuple(a for a in kernel.axes if not (a.reduced or a.serial))
     stores = {s.index for s in kernel.body if isinstance(s, Store)}
     every = accessed(kernel.body)
-    moving = [i for i in every if i not in stores and any(ix.depends(i, a.var) for a in inner)]
+    moving = [i for i in every if any(ix.depends(i, a.var) for a in inner)]
 
     def votes(a: Axis) -> int:
         return sum(2 if i in stores else 1 for i in every if _contiguous(i, a))
@@ -51,7 +51,7 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
         return min(1.0, a.size / lanes) if isinstance(a.size, int) else 1.0
 
     def walked(a: Axis) -> tuple[int, int]:
-        """Loads in strides, and (as a negative) contiguous ones: the less the better."""
+        """Accesses in strides, and (as a negative) contiguous ones: the less the better."""
         contiguous = sum(_contiguous(i, a) for i in moving)
         return sum(ix.depends(i, a.var) for i in moving) - contiguous, -contiguous
 
