@@ -126,7 +126,7 @@ def pays(vendor: Any, part: Part, conv: Convolution | None) -> bool:
 
 def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
     """conv(x, w)  ->  mm(rows of x, w^T), and the gradients likewise, where x is channels-last and the vendor
-    says that it pays. Convolutions stay whose weights the vendor packs."""
+    says that it pays. Convolutions stay whose weights the vendor packs, or whose bias has another dtype."""
     if getattr(vendor, "matmul_pays", None) is None:
         return gm
     register()
