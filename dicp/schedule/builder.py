@@ -35,7 +35,9 @@ aten = torch.ops.aten
 
 
 class DefinitionBuilder:
-    """Adds to `out`; `node` is what is lowered now. in_place: scatters that update a graph input."""
+    """Adds to `out`; `node` is what is lowered now. in_place: scatters that update a graph input. made: the
+    node whose result is all of a buffer, which no other node's is, and which may so be overwritten behind its
+    last reader."""
 
     def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
         self.out = Lowered()
@@ -44,6 +46,7 @@ class DefinitionBuilder:
         self.out.symbols = self.symbols = Symbols(shape_env(gm))
         self.node: fx.Node | None = None
         self.in_place: dict[fx.Node, Buffer] = {}
+        self.made: dict[str, fx.Node] = {}
         self.check_numbers: dict[str, int] = {}
 
     # -- materialising -------------------------------------------------------------------------------------
@@ -229,19 +232,24 @@ class DefinitionBuilder:
             f"buf{len(self.out.buffers)}", base_buffer.shape, base_buffer.dtype, base_buffer.strides, "alias"
         )
         self.out.buffers[out.name] = out
+        if self.node is not None and base_buffer.kind != "input":
+            self.made[out.name] = self.node
         self.out.defs.append(
             Scatter((out,), note_of(self.node), loop_vars(idx), target, expr, mode, unique, base_buffer)
         )
         return out.value()
 
     def _scatter_base(self, base: Value) -> Buffer:
-        """The memory a scatter updates: the mutated graph input itself when nothing else reads it, else a
-        copy."""
+        """The memory a scatter updates: the mutated graph input itself, or the result of a call, when nothing
+        else reads it; else a copy."""
         mine = self._mutated_input(base)
         if mine is not None:
             assert self.node is not None
             self.in_place[self.node] = mine
             return mine
+        dying = self._dying_result(base)
+        if dying is not None:
+            return dying
         named = self.named(base, self._node_of(base))
         return self.out.buffers[named(self.index_vars(base.shape)).args[0]]
 
@@ -258,6 +266,21 @@ class DefinitionBuilder:
         expr = base(idx)
         whole = expr.op == "at" and expr.args[0] == buffer.name and expr.args[1] == idx
         return buffer if whole and no_overlap(source.meta["val"]) else None
+
+    def _dying_result(self, base: Value) -> Buffer | None:
+        """The buffer that a call, or a scatter, made for this node alone to read, as its first operand."""
+        node = self.node
+        source = node.args[0] if node is not None and node.args else None
+        if not isinstance(source, fx.Node) or set(source.users) != {node}:
+            return None
+        assert node is not None
+        others: list[fx.Node] = []
+        fx.map_arg((node.args[1:], node.kwargs), others.append)
+        expr = base(idx := self.index_vars(base.shape))
+        if source in others or expr.op != "at" or expr.args[1] != idx:
+            return None
+        buffer = self.out.buffers[expr.args[0]]
+        return buffer if self.made.get(buffer.name) is source and buffer.shape == base.shape else None
 
     def indirect(self, position: Expr, size: Index, what: str, wrap: bool = True) -> Index:
         position = ex.cast(position, torch.int64)

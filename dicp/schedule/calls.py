@@ -183,6 +183,8 @@ def _add_call(
         layout = strides[k] if strides is not None else None
         layout = _call_strides(low, node, v) if layout is None else layout
         outs.append(low.new_buffer(low.sizes(v.shape), v.dtype, layout, kind))
+        if isinstance(val, torch.Tensor) and kind == "temp":
+            low.made[outs[-1].name] = node
     tensors = tuple(b if isinstance(b, Buffer) else None for b in outs)
     if claim is not None and claim.workspace is not None:
         nbytes = claim.workspace(low, node, args)

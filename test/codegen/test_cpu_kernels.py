@@ -539,6 +539,27 @@ def test_one_dynamic_kernel_serves_every_size(n: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("n", [3, 70_001, 2_200_001])  # the last is streamed past the caches
+def test_memory_is_cleared_to_its_last_byte_and_no_further(n: int, isa: str) -> None:
+    if not supported(isa):
+        pytest.skip(f"this machine has no {isa}")
+    program = program_of(
+        traced(lambda i: torch.zeros(n).index_add(0, i, torch.ones(2)), below(2, 2))["inference"]
+    )
+    launch, config = program.launches[0], Config.make(None, {"isa": isa})
+    unit = unit_of(launch, toolchain.lanes(config))
+    assert "zeros(" in unit.source
+    clear = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build([unit], config).address(function_name(launch)))
+    for ahead in (0, 1, 7):  # elements from an address that a cache line's size divides
+        memory = torch.full((n + 2 * GUARD,), 1.1)  # no byte of it is 0
+        first = GUARD - memory.data_ptr() % 64 // 4 + ahead
+        with threads(2):
+            clear(memory.data_ptr() + 4 * first)
+        assert memory[first : first + n].count_nonzero() == 0
+        assert memory.count_nonzero() == 2 * GUARD
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_index_out_of_range_is_reported_not_read(isa: str) -> None:
     if not supported(isa):
         pytest.skip(f"this machine has no {isa}")

@@ -1,4 +1,4 @@
-"""rewrite_norm, rewrite_dropout and rewrite_dot."""
+"""rewrite_norm, rewrite_dropout, rewrite_dot and rewrite_scatter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dicp.passes.canonicalize import canonicalize
 from dicp.passes.rewrite_dot import rewrite_dot
 from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_norm import rewrite_norm
+from dicp.passes.rewrite_scatter import rewrite_scatter
 
 
 class TestRewriteNorm(TestCase, CheckPass):
@@ -105,3 +106,61 @@ graph(arg0_1: bf16[5,1,300], arg1_1: bf16[5,1,300]):
   v6: bf16[5,1,1] = prims.convert_element_type(v5, bf16)
   return v6
 """)
+
+
+class TestRewriteScatter(TestCase, CheckPass):
+    def test_the_gradient_of_a_table_with_padding_is_added_into_the_other(self) -> None:
+        def f(x: torch.Tensor, g: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            return x.sin() + torch.ops.aten.embedding_dense_backward(g, i, 9, 1, False)
+
+        x, g, i = torch.randn(9, 4), torch.randn(2, 3, 4), torch.tensor([[1, 2, 2], [8, 0, 1]])
+        g = self.check(rewrite_scatter, canonicalize(graph_of(f, x, g, i, decompositions={})))
+        self.assertExpectedInline(show(g), """\
+graph(arg0_1: f32[9,4], arg1_1: f32[2,3,4], arg2_1: i64[2,3]):
+  v0: f32[9,4] = sin(arg0_1)
+  v1: b8[2,3] = eq.Scalar(arg2_1, 1)
+  v2: b8[2,3,1] = unsqueeze(v1, 2)
+  v3: f32[] = full([], 0, dtype=f32)
+  v4: f32[2,3,4] = where.self(v2, v3, arg1_1)
+  v5: f32[9,4] = index_put(v0, [arg2_1], v4, True)
+  return v5
+""")
+
+    def test_one_after_the_other(self) -> None:
+        def f(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            put = torch.zeros(9, 4).index_put((i,), v, accumulate=True)
+            return torch.zeros(9, 4).scatter_add(0, i[:, None].expand(-1, 4), v) + (put + x)
+
+        inputs = torch.randn(9, 4), torch.tensor([1, 2, 2]), torch.randn(3, 4)
+        g = self.check(rewrite_scatter, canonicalize(graph_of(f, *inputs)))
+        self.assertExpectedInline(show(g), """\
+graph(arg0_1: f32[3,4], arg1_1: i64[3], arg2_1: f32[9,4]):
+  v0: i64[3,1] = unsqueeze(arg1_1, 1)
+  v1: i64[3,4] = expand(v0, [-1,4])
+  v2: f32[9,4] = index_put(arg2_1, [arg1_1], arg0_1, True)
+  v3: f32[9,4] = scatter_add(v2, 0, v1, arg0_1)
+  return v3
+""")
+
+    def test_what_stays(self) -> None:
+        i = torch.tensor([1, 2, 2])
+        zeros = torch.ops.aten.embedding_dense_backward
+
+        def kept(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            shared = zeros(g, i.to(x.device), 9, -1, False)
+            return x + shared, shared * 2
+
+        cases = {
+            "read by others as well": kept,
+            "broadcast": lambda x, g: x[:1] + zeros(g, i, 9, -1, False),
+            "scaled by how often": lambda x, g: x + zeros(g, i, 9, -1, True),
+            "a factor": lambda x, g: torch.add(x, zeros(g, i, 9, -1, False), alpha=2),
+            "overwrites": lambda x, g: x + torch.zeros(9, 4).index_put((i,), g),
+            "not into zeros": lambda x, g: x + torch.ones(9, 4).index_put((i,), g, accumulate=True),
+            "low precision": lambda x, g: x.bfloat16() + zeros(g.bfloat16(), i, 9, -1, False),
+        }
+        for name, f in cases.items():
+            with self.subTest(name):
+                g = canonicalize(graph_of(f, (9, 4), (3, 4), decompositions={}))
+                text = show(g)
+                self.assertEqual(show(self.check(rewrite_scatter, g)), text)

@@ -137,6 +137,35 @@ index_copy
 copy_""",
         )
 
+    def test_scatter_into_what_a_call_made_for_it_alone_is_in_place(self) -> None:
+        def f(x, i, y):
+            return (x @ x).index_add(0, i, y).index_add(0, i, y * 2)
+
+        p = compiled(f, (4, 4), torch.tensor([1, 1, 2]), (3, 4), vendor=LIBRARY)
+        self.assertExpectedInline("\n".join(names(p)), """\
+aten.mm.default
+index_add
+index_add""")
+        (returned,) = p.lowered.outputs
+        assert p.plan.find(returned.buffer.name) == p.library_calls[0].outputs[0].name
+
+    def test_scatter_keeps_what_others_read_of_a_call(self) -> None:
+        def read_twice(x, i, y):
+            z = x @ x
+            return z.index_add(0, i, y), z.sin()
+
+        def read_by_itself(x, i, y):
+            z = x @ x
+            return z.index_add(0, i, z[:3])
+
+        def through_a_view(x, i, y):
+            return (x @ x).t().index_add(0, i, y)
+
+        for f in (read_twice, read_by_itself, through_a_view):
+            p = compiled(f, (4, 4), torch.tensor([1, 1, 2]), (3, 4), vendor=LIBRARY)
+            made = p.library_calls[0].outputs[0].name
+            assert made not in {p.plan.find(d.base.name) for d in p.lowered.defs if isinstance(d, Scatter)}, f
+
     def test_bf16_is_computed_in_float32_and_rounded_by_the_store(self) -> None:
         p = compiled(lambda x: x * x + 1, torch.randn(8).bfloat16())
         self.assertExpectedInline(

@@ -6,11 +6,13 @@ known. Scans along the contiguous axis, and scatters that may collide along it, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
 from dicp.ir import expr as ex
+from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
@@ -50,6 +52,18 @@ def has_checks(kernel: Kernel) -> bool:
     return any(e.op in ex.CHECKS for s in kernel.body for e in expressions(s))
 
 
+def _zeros(kernel: Kernel) -> list[str]:
+    """The call that clears memory, of a kernel that does no more than that to one whole buffer."""
+    if len(kernel.body) != 1 or len(kernel.axes) != 1:
+        return []
+    store, axis = kernel.body[0], kernel.axes[0]
+    if not isinstance(store, Store) or store.mode != "set" or store.index != ix.of(axis.var):
+        return []
+    number = store.value.args[0] if store.value.op == "const" else None
+    is_zero = isinstance(number, (bool, int, float)) and number == 0 and math.copysign(1, number) > 0
+    return [f"zeros({store.buffer}, {axis.size});"] if is_zero else []
+
+
 class _KernelWriter:
     def __init__(self, kernel: Kernel, name: str, lanes: int) -> None:
         self.kernel, self.name, self.lanes = kernel, name, lanes
@@ -66,7 +80,8 @@ class _KernelWriter:
     # -- the function --------------------------------------------------------------------------------------
 
     def function(self) -> str:
-        body = {"pointwise": self._pointwise, "rows": self._rows, "columns": self._columns}[self.shape.kind]()
+        shapes = {"pointwise": self._pointwise, "rows": self._rows, "columns": self._columns}
+        body = _zeros(self.kernel) or shapes[self.shape.kind]()
         head = [f"// {o}" for o in self.kernel.origins]
         axes = (
             ", ".join(f"{a.var} < {a.size}{' (reduced)' if a.reduced else ''}" for a in self.kernel.axes)

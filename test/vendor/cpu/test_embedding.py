@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dicp.compiler import Compiled, observe
+from dicp.schedule.defs import View
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -96,3 +97,33 @@ def test_no_float32_table_is_planned() -> None:
         gradient(table, torch.arange(8), torch.ones(8, columns, dtype=torch.bfloat16), "dicp_cpu")
     backward = next(s for s in seen if s.role == "backward")
     assert int(backward.program.plan.size) < rows * columns  # bytes: a word per row and token
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_table_that_is_the_output_layer_as_well_has_one_gradient_in_place(
+    padding: int | None, dynamic: bool
+) -> None:
+    """Neither zeros of the table's size nor a sum over it: two look-ups add into what the product gave."""
+
+    w = torch.randn(90, 16)
+    i, j = torch.randint(0, 5, (7, 3)), torch.randint(0, 5, (7, 2))
+    grad = torch.randn(7, 3, 90)
+    seen: list[Compiled] = []
+
+    def gradient_of(f: Any, dtype: torch.dtype) -> Tensor:
+        leaf = w.to(dtype).requires_grad_()
+        return torch.autograd.grad(f(leaf, i, j), leaf, grad.to(dtype))[0]
+
+    def model(w: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return F.embedding(i, w, padding).tanh() @ w.t() + F.embedding(j, w, padding).sum((1, 2))[:, None, None]
+
+    with observe(seen.append):
+        got = gradient_of(torch.compile(model, backend="dicp_cpu", dynamic=dynamic), torch.float32)
+    exact, eager = gradient_of(model, torch.float64), gradient_of(model, torch.float32)
+    mine, theirs = ((x.double() - exact).abs().max().item() for x in (got, eager))
+    assert mine <= 2 * theirs + torch.finfo(torch.float32).eps * exact.abs().max().item()
+    backward = seen[-1].program
+    table = {v.buffer.name for v in backward.lowered.outputs if isinstance(v, View)}
+    owners = {backward.plan.find(name) for name in table}
+    assert len(owners) == 1 and owners <= {c.outputs[0].name for c in backward.library_calls}

@@ -322,5 +322,24 @@ template <class R> DICP_INLINE R sqrt_reg(R v) {
 #endif
 }
 
+// One register of zeros to an address that a register's size divides, past the caches where the instruction exists.
+DICP_INLINE void stream_zeros(char* p) {
+#if defined(__clang__)
+  __builtin_nontemporal_store(reg<long long, LANES / 2>{}, (reg<long long, LANES / 2>*)p);
+#elif DICP_AVX512
+  __builtin_ia32_movntdq512((reg<long long, 8>*)p, reg<long long, 8>{});
+#elif DICP_AVX2
+  __builtin_ia32_movntdq256((reg<long long, 4>*)p, reg<long long, 4>{});
+#else
+  *(reg<long long, LANES / 2>*)p = reg<long long, LANES / 2>{};
+#endif
+}
+// What has been streamed is seen by other threads before what is stored next.
+DICP_INLINE void stream_end() {
+#if DICP_AVX512 || DICP_AVX2
+  __builtin_ia32_sfence();
+#endif
+}
+
 }  // namespace isa
 }  // namespace dicp

@@ -1,0 +1,65 @@
+"""Gradients that add rows into zeros, and are then added to another, add into that other.
+
+    add(x, embedding_dense_backward(g, i, rows, -1, False))    ->   index_put(x, [i], g, accumulate=True)
+    add(x, index_put(zeros, i, v, accumulate=True))            ->   index_put(x, i, v, accumulate=True)
+    add(x, scatter_add(zeros, d, i, v))                        ->   scatter_add(x, d, i, v)
+
+A table that is both embedding and output layer has such a gradient: its zeros, and the sum over the whole
+table, go. In low precision they stay: sums are float32 there, and x would be copied to it and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from dicp.ir.expr import LOW_PRECISION
+from dicp.passes.facts import aten, rank, same_dtype, same_shape, uniform_value, value_of
+from dicp.passes.rules import Emitter, finish, replace
+
+_PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+
+
+def rewrite_scatter(gm: GraphModule) -> GraphModule:
+    """Rewrite each sum of a tensor and of what was added into zeros for it alone."""
+    for node in list(gm.graph.nodes):
+        if node.target is aten.add.Tensor and not node.kwargs and value_of(node).dtype not in LOW_PRECISION:
+            _rewrite(node)
+    return finish(gm)
+
+
+def _rewrite(node: Node) -> None:
+    for base, added in (node.args, reversed(node.args)):
+        alike = isinstance(base, Node) and same_shape(base, node) and same_dtype(base, node)
+        if not alike or not isinstance(added, Node) or len(added.users) != 1 or added is base:
+            continue
+        if same_shape(added, node) and same_dtype(added, node) and _adds_into_zeros(added):
+            replace(node, _onto(Emitter(node), base, added))
+            return
+
+
+def _adds_into_zeros(node: Node) -> bool:
+    if node.target is aten.embedding_dense_backward.default:
+        scaled_by_frequency = node.args[4]
+        return not scaled_by_frequency
+    if node.target in _PUTS:
+        accumulates = len(node.args) > 3 and node.args[3]
+        return bool(accumulates) and uniform_value(node.args[0]) == 0
+    return node.target is aten.scatter_add.default and uniform_value(node.args[0]) == 0
+
+
+def _onto(emit: Emitter, base: Any, added: Node) -> Node:
+    """The same additions, into `base`."""
+    if added.target is not aten.embedding_dense_backward.default:
+        return emit(added.target, base, *added.args[1:])
+    grad, indices, _, padding, _ = added.args
+    if isinstance(padding, Node) or padding >= 0:  # type: ignore[operator]
+        nothing = emit(aten.eq.Scalar, indices, padding)
+        nothing = emit(aten.unsqueeze.default, nothing, rank(nothing))
+        zero = emit(aten.full.default, [], 0, dtype=value_of(grad).dtype, device=value_of(grad).device)
+        grad = emit(aten.where.self, nothing, zero, grad)
+    return emit(aten.index_put.default, base, [indices], grad, True)
+
+
+__all__ = ["rewrite_scatter"]
