@@ -222,6 +222,19 @@ CASES: dict[str, Case] = {
     "scan_odd_values": Case(lambda x: (x.cummax(1), x.cummin(1)), (odd(5, 33),)),
     "scan_integers": Case(lambda x: (x.cumsum(0), x.cumprod(1)), (rand(5, 21, dtype=torch.int32),)),
     "scan_then_more": Case(lambda x: x.cumsum(1) * 2 + x, (rand(4, 41),)),
+    # operands that lie turned
+    "turned": Case(lambda x, y, b: (x.t() * 2 + y) * b.exp(), (odd(83, 70), rand(70, 83), rand(83))),
+    "turned_batch": Case(lambda x, y: x.permute(0, 2, 3, 1) + y, (rand(2, 40, 9, 13), rand(2, 9, 13, 40))),
+    "turned_twice": Case(lambda x, y: x.t().relu() - y.t() + x.t()[3, 5], (rand(64, 96), odd(64, 96))),
+    "turned_masked": Case(lambda x, y: F.pad(x.t(), (0, 3)) + y, (rand(80, 70), rand(70, 83))),
+    "turned_dynamic": Case(lambda x, y: x.t() + y, (rand(83, 70), rand(70, 83)), dynamic=True),
+    **{
+        f"turned_{dtype}": Case(
+            lambda x, y, z: torch.where(x.t() > 0, x.t(), y) + z.t(),
+            (rand(65, 70, dtype=dtype), rand(70, 65, dtype=dtype), odd(65, 70)),
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool)
+    },
     # positions known at run time
     "gather": Case(lambda x, i: x.gather(1, i) * 2, (rand(5, 21), below(21, 5, 30))),
     "embedding": Case(lambda w, i: F.embedding(i, w) + 1, (rand(17, 40), below(17, 3, 4))),
@@ -498,6 +511,26 @@ def test_vectors_are_along_an_axis_that_fills_them(channels: int, vectors: str) 
     (launch,) = program_of(graphs["inference"]).launches
     shape = loops.choose_shape(launch.kernel, 16)
     assert shape.vector is not None and str(shape.vector.size) == vectors
+
+
+TURNED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {  # and how many tiles; results lie as x does
+    "one operand": (lambda x, y: x + y.t(), (rand(300, 64), rand(64, 300)), 1),
+    "one of three": (lambda x, y, z: x + y.t() * z, (rand(300, 64), rand(64, 300), rand(300, 64)), 1),
+    "two of three": (lambda x, y, z: x + y.t() * z.t(), (rand(300, 64), rand(64, 300), rand(64, 300)), 2),
+    "none": (lambda x, y: x + y, (rand(300, 64), rand(300, 64)), 0),
+    "rows too short": (lambda x, y: x + y.t(), (rand(300, 9), rand(9, 300)), 0),
+    "columns too short": (lambda x, y: x + y.t(), (rand(9, 300), rand(300, 9)), 0),
+    "blocks too few": (lambda x, y: x + y.t(), (rand(20, 300), rand(300, 20)), 0),
+    "behind a mask": (lambda x, y: x + F.pad(y.t(), (1, 0)), (rand(300, 64), rand(63, 300)), 0),
+}
+
+
+@pytest.mark.parametrize("case", TURNED)
+def test_operands_that_lie_turned_are_read_in_tiles(case: str) -> None:
+    fn, inputs, count = TURNED[case]
+    with threads(2):
+        (launch,) = program_of(traced(fn, *inputs)["inference"]).launches
+        assert codegen.emit(launch.kernel, "f", 16).count(".load(") == count
 
 
 REDUCTIONS: dict[str, tuple[Callable[..., Any], str, str]] = {  # of x: [100, 1003] and v: [100]; the loops, vectors along

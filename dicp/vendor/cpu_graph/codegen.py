@@ -19,6 +19,7 @@ from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
 from dicp.vendor.cpu_graph.loops import (
     around,
+    block_loop,
     choose_shape,
     few,
     for_line,
@@ -26,6 +27,7 @@ from dicp.vendor.cpu_graph.loops import (
     shared_vector_loop,
     vector_loop,
 )
+from dicp.vendor.cpu_graph.turned import Turned, find_turned, tiles
 
 MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
 
@@ -126,6 +128,9 @@ class _KernelWriter:
     # -- pointwise -----------------------------------------------------------------------------------------
 
     def _pointwise(self) -> list[str]:
+        turned = find_turned(self.kernel, self.shape, self.lanes)
+        if turned is not None:
+            return self._tiled(turned)
         outer = Scope(provides=frozenset())
         inside = Scope(
             outer,
@@ -144,6 +149,20 @@ class _KernelWriter:
             return around(self.kernel, self.shape.outer, loop, extra=1)
         loop = vector_loop(self.shape.vector, inside.lines, self.lanes, self.writer.fresh)
         return around(self.kernel, self.shape.outer, [*outer.lines, *loop])
+
+    def _tiled(self, turned: Turned) -> list[str]:
+        along, across = self.shape.vector, turned.axis.var
+        assert along is not None
+        block = self.writer.fresh("block")
+        tile = Scope(lanes="lanes", provides=frozenset({along.var}))
+        tiles(turned, along, block, self.writer, tile)
+        column = Scope(tile, lanes="lanes", provides=frozenset({across}))
+        self._stores(list(self.kernel.body), column)
+        head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
+        step = vector_loop(
+            along, [*tile.lines, head, *indent(column.lines), "}"], self.lanes, self.writer.fresh
+        )
+        return around(self.kernel, turned.outer, block_loop(turned.axis, block, step, self.lanes), extra=1)
 
     def _stores(self, stores: list[Statement], scope: Scope) -> None:
         """All values first, then all stores: a store may overwrite what a later value loads."""

@@ -45,15 +45,15 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     moving = [i for i in every if any(ix.depends(i, a.var) for a in inner)]
 
     def votes(a: Axis) -> int:
-        return sum(2 if i in stores else 1 for i in every if _contiguous(i, a))
+        return sum(2 if i in stores else 1 for i in every if contiguous(i, a))
 
     def filled(a: Axis) -> float:
         return min(1.0, a.size / lanes) if isinstance(a.size, int) else 1.0
 
     def walked(a: Axis) -> tuple[int, int]:
         """Accesses in strides, and (as a negative) contiguous ones: the less the better."""
-        contiguous = sum(_contiguous(i, a) for i in moving)
-        return sum(ix.depends(i, a.var) for i in moving) - contiguous, -contiguous
+        together = sum(contiguous(i, a) for i in moving)
+        return sum(ix.depends(i, a.var) for i in moving) - together, -together
 
     if not inner:
         best = max(outer, key=lambda a: (votes(a) * filled(a), outer.index(a)), default=None)
@@ -64,14 +64,14 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     scalar_rows = last.serial or any(isinstance(s, Scan) for s in kernel.body)
     extent = ix.product(a.size for a in inner)
     short = isinstance(extent, int) and extent < 2 * lanes
-    by_rows = any(_contiguous(i, last) for i in moving)
+    by_rows = any(contiguous(i, last) for i in moving)
     better = best is not None and not scalar_rows and walked(best) < walked(last)
     if best is not None and votes(best) > 0 and (not by_rows or short or better or last.serial):
         return Shape("columns", best, tuple(a for a in outer if a is not best), inner)
     return Shape("rows", None if scalar_rows else last, outer, inner)
 
 
-def _contiguous(i: Index, a: Axis) -> bool:
+def contiguous(i: Index, a: Axis) -> bool:
     """Whether a position moves by one element along an axis."""
     split = ix.coefficient(i, a.var)
     return split is not None and split[0] == 1
@@ -125,6 +125,22 @@ def shared_vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable
         ),
         "}",
     ]
+
+
+def block_loop(axis: Axis, block: str, lines: list[str], lanes: int) -> list[str]:
+    """Blocks of LANES points of an axis, `columns` of them in the last."""
+    n = _size(axis.size)
+    whole = isinstance(axis.size, int) and axis.size % lanes == 0
+    count = "LANES" if whole else f"{n} - {block} < LANES ? {n} - {block} : LANES"
+    columns = f"const{'expr' if whole else ''} int64_t columns = {count};"
+    return [f"for (int64_t {block} = 0; {block} < {n}; {block} += LANES) {{", *indent([columns, *lines]), "}"]
+
+
+def enough(axes: tuple[Axis, ...], extent: Index, step: int) -> bool:
+    """Whether the axes, and an extent in steps, have points enough to keep all threads busy."""
+    count = ix.product(a.size for a in axes)
+    known = isinstance(count, int) and isinstance(extent, int)
+    return not known or count * -(-extent // step) >= 2 * torch.get_num_threads()
 
 
 def few(axes: tuple[Axis, ...]) -> bool:

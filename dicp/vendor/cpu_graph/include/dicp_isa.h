@@ -74,6 +74,30 @@ template <class T, int n> DICP_INLINE reg<T, n> join(reg<T, n / 2> a, reg<T, n /
 }
 #endif
 
+// transpose: LANES registers as the rows of a square, turned. A step swaps one bit of the numbers of row and column.
+template <int step, bool second, class R, int... i> DICP_INLINE R swapped(R a, R b, Seq<i...>) {
+  constexpr int n = LANES;
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, (second ? (i & step ? i + n : i + step) : (i & step ? i - step + n : i))...);
+#else
+  R out;
+  ((out[i] = second ? (i & step ? b[i] : a[i + step]) : (i & step ? b[i - step] : a[i])), ...);
+  return out;
+#endif
+}
+template <int step = 1, class R> DICP_INLINE void transpose(R* row) {
+  if constexpr (step < LANES) {
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; ++k)
+      if (!(k & step)) {
+        const R a = row[k], b = row[k + step];
+        row[k] = swapped<step, false>(a, b, seq<>());
+        row[k + step] = swapped<step, true>(a, b, seq<>());
+      }
+    transpose<2 * step>(row);
+  }
+}
+
 // convert: lane by lane, C rules. GCC 12 splits conversions that change the lane width: name the instruction.
 template <class To, class From, int n> DICP_INLINE reg<To, n> convert(reg<From, n> v) {
 #if DICP_AVX512 && !defined(__clang__)

@@ -164,6 +164,25 @@ DICP_INLINE vec<T> load_strided(const T* p, int64_t stride, N lanes, M... m) {
   return gather(p, Stride{stride}, lanes, m...);
 }
 
+// Elements of LANES rows, `stride` apart, whose columns can be loaded as vectors. Rows beyond `lanes` and columns beyond
+// `columns` are neither read nor defined.
+template <class T> struct Turned {
+  alignas(64) T tile[LANES * LANES];
+  template <class N> DICP_INLINE void load(const T* p, int64_t stride, N lanes, int64_t columns) {
+    if constexpr (sizeof(T) <= 4 && same<N, Full>)
+      if (columns == LANES) {
+        isa::reg<raw<T>> row[LANES];
+        for (int i = 0; i < LANES; ++i) row[i] = isa::load_rows((const raw<T>*)(p + i * stride));
+        isa::transpose(row);
+        for (int i = 0; i < LANES; ++i) isa::store_rows((raw<T>*)tile + i * LANES, row[i]);
+        return;
+      }
+    for (int i = 0; i < count(lanes); ++i)
+      for (int k = 0; k < columns; ++k) tile[k * LANES + i] = p[i * stride + k];
+  }
+  DICP_INLINE const T* column(int64_t k) const { return tile + k * LANES; }
+};
+
 // scatter: p[idx[i]] = v[i] in lane order, store_strided: p[i * stride] = v[i]
 template <class T, class I, class V, class N, class... M>
 DICP_INLINE void scatter(T* p, I idx, V v, N lanes, M... m) {

@@ -1,0 +1,92 @@
+"""Loads that lie turned: along another axis than the one that a kernel writes along.
+
+A vector of such a load takes each element from a cache line of its own, and the lines are mostly gone when
+the next vector wants their next elements; where strides are powers of two they share one set of the cache.
+So LANES vectors are loaded along the other axis, turned in registers and kept in a tile (`Turned` of
+include/dicp_memory.h), whose columns the kernel reads:
+
+    for outer.. { for blocks of the other axis { for vectors { turn; for the block { compute, store } } } }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr
+from dicp.ir.kernel import Axis, Kernel
+from dicp.vendor.cpu_graph.expression import STORAGE, ExpressionWriter, Scope, index_text
+from dicp.vendor.cpu_graph.loops import Shape, contiguous, enough
+
+
+@dataclass(frozen=True)
+class Turned:
+    """The axis along which the loads lie, the axes around the tiles, and the loads."""
+
+    axis: Axis
+    outer: tuple[Axis, ...]
+    loads: tuple[Expr, ...]
+
+
+def find_turned(kernel: Kernel, shape: Shape, lanes: int) -> Turned | None:
+    """What a pointwise kernel had better read in tiles: nothing where an axis fills no vector, or blocks are
+    too few for all threads."""
+    along = shape.vector
+    if along is None or not _fills(along, lanes):
+        return None
+    unmasked = dict.fromkeys(e for s in kernel.body for e in _unmasked(s.value) if e.op == "load")
+    found: list[Turned] = []
+    for axis in shape.outer:
+        loads = tuple(e for e in unmasked if _lies_turned(e.args[1], along, axis))
+        outer = tuple(a for a in shape.outer if a is not axis)
+        if loads and _fills(axis, lanes) and enough(outer, axis.size, lanes):
+            found.append(Turned(axis, outer, loads))
+    return max(found, key=lambda t: len(t.loads), default=None)
+
+
+def _fills(axis: Axis, lanes: int) -> bool:
+    return not isinstance(axis.size, int) or axis.size >= lanes
+
+
+def _lies_turned(i: ix.Index, along: Axis, axis: Axis) -> bool:
+    if any(isinstance(a, ix.Opaque) for a in ix.atoms(i)) or not contiguous(i, axis):
+        return False
+    split = ix.coefficient(i, along.var)
+    return split is not None and split[0] not in (0, 1) and not ix.depends(split[0], axis.var)
+
+
+def _unmasked(*roots: Expr) -> Iterator[Expr]:
+    """What is computed at every point: not what a mask guards."""
+    seen, open_ = set(roots), list(roots)
+    while open_:
+        e = open_.pop()
+        yield e
+        below = (e.args[0], e.args[2]) if e.op == "masked" else ex.children(e)
+        fresh = [c for c in below if isinstance(c, Expr) and c not in seen]
+        seen.update(fresh)
+        open_ += fresh
+
+
+def tiles(turned: Turned, along: Axis, block: str, writer: ExpressionWriter, scope: Scope) -> None:
+    """Declares the tiles of a block in `scope`, where a vector of `along` begins; `writer` then reads
+    them."""
+    name = turned.axis.var.name
+    for e in turned.loads:
+        buffer, i = e.args[0], e.args[1]
+        split = ix.coefficient(i, along.var)
+        assert split is not None
+        tile = writer.fresh("tile")
+        start, stride = (
+            index_text(x, lambda a: block if a == turned.axis.var else a.name)  # type: ignore[attr-defined]
+            for x in (i, split[0])
+        )
+        scope.lines += [
+            f"Turned<{STORAGE[writer.params[buffer]]}> {tile};",
+            f"{tile}.load({buffer} + {start}, {stride}, lanes, columns);",
+        ]
+        writer.replaced[e] = lambda s, tile=tile: f"load({tile}.column({name} - {block}), lanes)"  # type: ignore[misc]
+
+
+__all__ = ["Turned", "find_turned", "tiles"]
