@@ -7,6 +7,7 @@ graph still runs in eager PyTorch. They are functional, and used after autograd:
     scaled_linear  y = act(x @ w.T * scale + b) + other   w: int8
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
     attention  y = softmax(scale * q @ k.T + mask) @ v
+    add_rows   y = x, with rows added at indices     low precision: each row of y is rounded once
     pack       y = w, in a form that a vendor's library computes with; only the vendor knows what it is
 """
 
@@ -37,6 +38,7 @@ _SCHEMAS = (
     "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, int[] stride, int[] padding, int[] dilation, "
     "int groups, str act) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor",
+    "add_rows(Tensor x, Tensor rows, Tensor indices, SymInt padding) -> Tensor",
     "pack(Tensor w, str form) -> Tensor",
 )
 
@@ -50,6 +52,7 @@ def register() -> torch.library.Library:
         "scaled_linear": (scaled_linear, _scaled_linear_fake),
         "conv": (conv, _conv_fake),
         "attention": (attention, _attention_fake),
+        "add_rows": (add_rows, _add_rows_fake),
         "pack": (pack, pack),
     }
     for schema in _SCHEMAS:
@@ -180,6 +183,21 @@ def _attention_fake(
 ) -> Tensor:
     batch, heads, rows, _ = q.shape
     return q.new_empty([batch, rows, heads, v.shape[-1]]).transpose(1, 2)
+
+
+def add_rows(x: Tensor, rows: Tensor, indices: Tensor, padding: int) -> Tensor:
+    """x, with each of rows added at its index; those at the index `padding` are left out (-1: none is).
+
+    x: [N, C], rows: [*indices.shape, C] of x's dtype, indices: of integers from 0 to N - 1. Contiguous.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    counted = torch.where((indices == padding).unsqueeze(-1), 0.0, rows.to(compute))
+    y = x.to(compute).index_put((indices,), counted, accumulate=True)
+    return y.to(x.dtype).contiguous()
+
+
+def _add_rows_fake(x: Tensor, rows: Tensor, indices: Tensor, padding: int) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def pack(w: Tensor, form: str) -> Tensor:

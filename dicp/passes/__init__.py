@@ -61,7 +61,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("canonicalize", lambda gm, vendor: canonicalize(gm), "first: patterns then have one spelling", True),
     Pass("rewrite_dropout", lambda gm, vendor: rewrite_dropout(gm), "before what it would stop", True),
     Pass("rewrite_norm", lambda gm, vendor: rewrite_norm(gm), "any time after the first"),
-    Pass("rewrite_scatter", lambda gm, vendor: rewrite_scatter(gm), "any time after the first"),
+    Pass("rewrite_scatter", rewrite_scatter, "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
     Pass("rewrite_dot", lambda gm, vendor: rewrite_dot(gm), "after attention, which takes its own"),
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),

@@ -5,37 +5,43 @@
     add(x, scatter_add(zeros, d, i, v))                        ->   scatter_add(x, d, i, v)
 
 A table that is both embedding and output layer has such a gradient: its zeros, and the sum over the whole
-table, go. In low precision they stay: sums are float32 there, and x would be copied to it and back.
+table, go. In low precision, where sums are float32 and x would be copied to it and back, the gradient of a
+table becomes dicp.add_rows if the vendor claims that; the rest stays.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ir.expr import LOW_PRECISION
 from dicp.passes.facts import aten, rank, same_dtype, same_shape, uniform_value, value_of
-from dicp.passes.rules import Emitter, finish, replace
+from dicp.passes.rules import Claims, Emitter, finish, replace, try_claim
 
 _PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
 
 
-def rewrite_scatter(gm: GraphModule) -> GraphModule:
+def rewrite_scatter(gm: GraphModule, vendor: Claims) -> GraphModule:
     """Rewrite each sum of a tensor and of what was added into zeros for it alone."""
     for node in list(gm.graph.nodes):
-        if node.target is aten.add.Tensor and not node.kwargs and value_of(node).dtype not in LOW_PRECISION:
-            _rewrite(node)
+        if node.target is aten.add.Tensor and not node.kwargs:
+            _rewrite(node, vendor)
     return finish(gm)
 
 
-def _rewrite(node: Node) -> None:
+def _rewrite(node: Node, vendor: Claims) -> None:
     for base, added in (node.args, reversed(node.args)):
         alike = isinstance(base, Node) and same_shape(base, node) and same_dtype(base, node)
         if not alike or not isinstance(added, Node) or len(added.users) != 1 or added is base:
             continue
         if same_shape(added, node) and same_dtype(added, node) and _adds_into_zeros(added):
-            replace(node, _onto(Emitter(node), base, added))
+            new = _rounded_once(node, base, added, vendor)
+            if new is None and value_of(node).dtype not in LOW_PRECISION:
+                new = _onto(Emitter(node), base, added)
+            if new is not None:
+                replace(node, new)
             return
 
 
@@ -47,6 +53,13 @@ def _adds_into_zeros(node: Node) -> bool:
         accumulates = len(node.args) > 3 and node.args[3]
         return bool(accumulates) and uniform_value(node.args[0]) == 0
     return node.target is aten.scatter_add.default and uniform_value(node.args[0]) == 0
+
+
+def _rounded_once(node: Node, base: Node, added: Node, vendor: Claims) -> Node | None:
+    if added.target is not aten.embedding_dense_backward.default or value_of(node).dtype not in LOW_PRECISION:
+        return None
+    grad, indices, _, padding, _ = added.args
+    return try_claim(vendor, torch.ops.dicp.add_rows.default, (base, grad, indices, padding), at=node)
 
 
 def _onto(emit: Emitter, base: Any, added: Node) -> Node:

@@ -227,29 +227,38 @@ class DefinitionBuilder:
             return base
         idx = self.index_vars(extent)
         target, expr = fn(idx)
-        base_buffer = self._scatter_base(base)
-        out = Buffer(
-            f"buf{len(self.out.buffers)}", base_buffer.shape, base_buffer.dtype, base_buffer.strides, "alias"
-        )
-        self.out.buffers[out.name] = out
-        if self.node is not None and base_buffer.kind != "input":
-            self.made[out.name] = self.node
+        base_buffer = self.overwritable(base)
+        out = self.updated(base_buffer)
         self.out.defs.append(
             Scatter((out,), note_of(self.node), loop_vars(idx), target, expr, mode, unique, base_buffer)
         )
         return out.value()
 
-    def _scatter_base(self, base: Value) -> Buffer:
-        """The memory a scatter updates: the mutated graph input itself, or the result of a call, when nothing
-        else reads it; else a copy."""
+    def updated(self, base: Buffer) -> Buffer:
+        """What the buffer holds once a scatter, or a call, of this node has updated it."""
+        out = self.new_buffer(base.shape, base.dtype, base.strides, "alias")
+        out.base = base
+        if self.node is not None and base.kind != "input":
+            self.made[out.name] = self.node
+        return out
+
+    def overwritable(self, base: Value, dense: bool = False) -> Buffer:
+        """The memory that an update of the node's first operand may go to: the mutated graph input itself, or
+        the result of a call, when nothing else reads it; else a copy. dense: it has to be row-major."""
         mine = self._mutated_input(base)
         if mine is not None:
             assert self.node is not None
             self.in_place[self.node] = mine
             return mine
         dying = self._dying_result(base)
-        if dying is not None:
+        rows = dense_strides(base.shape, tuple(range(len(base.shape))))
+        if dying is not None and (not dense or dying.strides == rows):
             return dying
+        if dense:
+            buffer = self.new_buffer(base.shape, base.dtype, rows)
+            idx = self.index_vars(base.shape)
+            self.out.defs.append(Pointwise((buffer,), note_of(self.node), loop_vars(idx), base(idx), idx))
+            return buffer
         named = self.named(base, self._node_of(base))
         return self.out.buffers[named(self.index_vars(base.shape)).args[0]]
 

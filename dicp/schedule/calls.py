@@ -31,6 +31,8 @@ def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
         args, kwargs = low.arguments(node)
         if claim.prepare is not None:
             args = claim.prepare(low, node, args)
+        if claim.updates:
+            args = (low.overwritable(args[0], dense=True), *args[1:])
         args, kwargs = low.operands(args), {k: low.operands(v) for k, v in kwargs.items()}
     strides = claim.strides(low, node, args)
     return _add_call(low, node, args, kwargs, claim, strides, "temp" if claim.out else "library")
@@ -182,6 +184,9 @@ def _add_call(
             continue
         layout = strides[k] if strides is not None else None
         layout = _call_strides(low, node, v) if layout is None else layout
+        if claim is not None and claim.updates:
+            outs.append(low.updated(args[0].buffer))
+            continue
         outs.append(low.new_buffer(low.sizes(v.shape), v.dtype, layout, kind))
         if isinstance(val, torch.Tensor) and kind == "temp":
             low.made[outs[-1].name] = node

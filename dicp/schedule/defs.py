@@ -22,7 +22,7 @@ class Buffer:
 
     kind: input (a graph input), packed (an input that only the vendor's library can read), temp (arena),
     output (allocated for the caller), library (allocated by a library call), extern (a result of an aten call
-    made from Python).
+    made from Python), alias (what `base`, whose memory it is, holds once a scatter or a call has updated it).
     """
 
     name: str
@@ -30,6 +30,7 @@ class Buffer:
     dtype: torch.dtype
     strides: Shape
     kind: str = "temp"
+    base: Buffer | None = None
 
     def flat(self, idx: Indices) -> Index:
         """Position, in elements, of a logical index."""

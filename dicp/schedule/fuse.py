@@ -410,11 +410,10 @@ class _Fusion:
 
 
 def _memory_names(lowered: Lowered) -> dict[str, str]:
-    """Which buffers share memory: scatter results live in their base."""
-    names = {n: n for n in lowered.buffers}
-    for d in lowered.defs:
-        if isinstance(d, Scatter):
-            names[d.outputs[0].name] = names[d.base.name]
+    """Which buffers share memory: what updates another lives in it."""
+    names: dict[str, str] = {}
+    for b in lowered.buffers.values():  # a base stands before what it holds later
+        names[b.name] = b.name if b.base is None else names[b.base.name]
     return names
 
 

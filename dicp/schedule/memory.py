@@ -17,7 +17,7 @@ from typing import Any
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.schedule.borrow import Lender, borrowed
-from dicp.schedule.defs import Buffer, Call, Lowered, Scatter, View, views
+from dicp.schedule.defs import Buffer, Call, Lowered, View, views
 from dicp.schedule.heap import leaving
 from dicp.schedule.kernels import Item, Launch
 from dicp.schedule.lifetime import Lifetime, most_alive
@@ -80,9 +80,7 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
     for b in lowered.buffers.values():
         if b.kind == "temp" and lowered.symbols.late(b.nbytes):  # not known when the arena is taken
             b.kind = "output"
-    for d in lowered.defs:
-        if isinstance(d, Scatter):
-            plan.root[d.outputs[0].name] = d.base.name
+    plan.root.update({b.name: b.base.name for b in lowered.buffers.values() if b.base is not None})
     start, end = _lifetimes(items, lowered, plan)
     work = _Work(items, lowered, plan, owned, start, end)
     _reuse_in_place(work)

@@ -14,7 +14,7 @@ from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
-from dicp.schedule.defs import Buffer, Call, Host, Pointwise, Raw, Scatter, View, views
+from dicp.schedule.defs import Buffer, Call, Host, Pointwise, Raw, View, views
 from dicp.schedule.strides import (
     affine_window,
     dense_strides,
@@ -95,7 +95,7 @@ def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]
     reads = [
         e
         for e in ex.walk(expr)
-        if e.op == "at" and _memory_of(low, low.out.buffers[e.args[0]]).name in mutated
+        if e.op == "at" and _memory_of(low.out.buffers[e.args[0]]).name in mutated
     ]
     if all(e.args == (ph.name, idx) for e in reads):
         return wanted
@@ -124,14 +124,14 @@ def _is_whole(low: Lowering, value: Any, buffer: Buffer) -> bool:
     idx = low.index_vars(value.shape)
     expr = value(idx)
     return (
-        expr.op == "at" and expr.args[1] == idx and _memory_of(low, low.out.buffers[expr.args[0]]) is buffer
+        expr.op == "at" and expr.args[1] == idx and _memory_of(low.out.buffers[expr.args[0]]) is buffer
     )
 
 
-def _memory_of(low: Lowering, buffer: Buffer) -> Buffer:
+def _memory_of(buffer: Buffer) -> Buffer:
     """The buffer that owns the memory: a scatter's result lives in its base."""
-    while buffer.kind == "alias":
-        buffer = next(d.base for d in low.out.defs if isinstance(d, Scatter) and d.outputs[0] is buffer)
+    while buffer.base is not None:
+        buffer = buffer.base
     return buffer
 
 
@@ -171,7 +171,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
             and not aliases
             and (free and no_negative(window[0]) or strides_agree(window[0], strides, shape))
         ):
-            base = _memory_of(low, buffer)
+            base = _memory_of(buffer)
             if base.kind == "temp":
                 base.kind = "output"
             if base.kind not in ("input", "constant") or buffer is base:
@@ -201,7 +201,7 @@ def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
     if buffer.dtype != (seen if shared else val).dtype:
         return None
     if shared:
-        memory = _memory_of(low, buffer)
+        memory = _memory_of(buffer)
         if memory.kind in ("input", "constant") or low.returned.setdefault(buffer.name, root) is not root:
             return None
         if memory.kind == "temp":

@@ -25,6 +25,7 @@ class Claim:
     as_traced: operands lie in memory as they were traced, on which the call's results may depend.
     workspace(lowering, node, args) -> bytes that a call with `out` needs while it runs, planned as temporary
     values are: the last of its outputs.
+    updates: the call writes its result over its first operand, row-major, which nothing else reads by then.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Claim:
     prepare: Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]] | None = None
     as_traced: bool = False
     workspace: Callable[[Any, fx.Node, Sequence[Any]], int] | None = None
+    updates: bool = False
 
 
 def dense(*positions: int) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:

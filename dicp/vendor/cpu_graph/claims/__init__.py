@@ -90,6 +90,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         if node.args[3] is not None and node.meta["val"].dim() == 3:
             return False  # nor rows: only images and volumes
         return onednn_has(dtype)
+    if target is torch.ops.dicp.add_rows.default:
+        return embedding.add_rows(node, None) is not None
     return dtype in FLOATS
 
 
@@ -126,6 +128,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         torch.ops.dicp.attention.default: attention.attention,
         aten.convolution.default: convolution.convolution,
         aten.embedding_dense_backward.default: embedding.embedding_backward,
+        torch.ops.dicp.add_rows.default: embedding.add_rows,
         aten.convolution_backward.default: convolution.convolution_backward,
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention.flash,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_gradient.flash_backward,
