@@ -442,6 +442,12 @@ def coefficient(x: Index, var: Var) -> tuple[Index, Index] | None:
     return _build(coef), _build(rest)
 
 
+def moves_by_one(x: Index, var: Var) -> bool:
+    """Whether x grows by one where var does."""
+    split = coefficient(x, var)
+    return split is not None and split[0] == 1
+
+
 def _mentions(a: Atom, var: Var) -> bool:
     if isinstance(a, _Pair):
         return depends(a.num, var) or depends(a.den, var)

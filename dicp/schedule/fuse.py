@@ -402,8 +402,7 @@ class _Fusion:
         for m in (*group.members, Member(d, mapping, _reads(d))):
             for name, at in m.reads:
                 flat = self.buffers[name].flat(m.index(at)) if name in self.buffers else 0
-                found = [ix.coefficient(flat, v) for v in reduced]
-                contiguous |= any(c is not None and c[0] == 1 for c in found)
+                contiguous |= any(ix.moves_by_one(flat, v) for v in reduced)
         if isinstance(rows, int) and rows < self.machine.threads and size > self.machine.row // 4:
             return False
         return size <= (self.machine.row if contiguous else self.machine.column)

@@ -159,7 +159,7 @@ def _rows(sample: Expr, inner: Var, buffers: dict[str, Any]) -> bool:
     votes = 0
     for e in ex.walk(sample):
         if e.op == "at" and e.args[0] in buffers:
-            split = ix.coefficient(buffers[e.args[0]].flat(e.args[1]), inner)
-            if split is None or split[0] != 0:      # what does not move along the dim has no say
-                votes += 1 if split is not None and split[0] == 1 else -1
+            at = buffers[e.args[0]].flat(e.args[1])
+            if ix.depends(at, inner):  # what does not move along the dim has no say
+                votes += 1 if ix.moves_by_one(at, inner) else -1
     return votes > 0

@@ -45,14 +45,14 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     moving = [i for i in every if any(ix.depends(i, a.var) for a in inner)]
 
     def votes(a: Axis) -> int:
-        return sum(2 if i in stores else 1 for i in every if contiguous(i, a))
+        return sum(2 if i in stores else 1 for i in every if ix.moves_by_one(i, a.var))
 
     def filled(a: Axis) -> float:
         return min(1.0, a.size / lanes) if isinstance(a.size, int) else 1.0
 
     def walked(a: Axis) -> tuple[int, int]:
         """Accesses in strides, and (as a negative) contiguous ones: the less the better."""
-        together = sum(contiguous(i, a) for i in moving)
+        together = sum(ix.moves_by_one(i, a.var) for i in moving)
         return sum(ix.depends(i, a.var) for i in moving) - together, -together
 
     if not inner:
@@ -64,17 +64,11 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     scalar_rows = last.serial or any(isinstance(s, Scan) for s in kernel.body)
     extent = ix.product(a.size for a in inner)
     short = isinstance(extent, int) and extent < 2 * lanes
-    by_rows = any(contiguous(i, last) for i in moving)
+    by_rows = any(ix.moves_by_one(i, last.var) for i in moving)
     better = best is not None and not scalar_rows and walked(best) < walked(last)
     if best is not None and votes(best) > 0 and (not by_rows or short or better or last.serial):
         return Shape("columns", best, tuple(a for a in outer if a is not best), inner)
     return Shape("rows", None if scalar_rows else last, outer, inner)
-
-
-def contiguous(i: Index, a: Axis) -> bool:
-    """Whether a position moves by one element along an axis."""
-    split = ix.coefficient(i, a.var)
-    return split is not None and split[0] == 1
 
 
 def vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str], str]) -> list[str]:

@@ -18,7 +18,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel
 from dicp.vendor.cpu_graph.expression import STORAGE, ExpressionWriter, Scope, index_text
-from dicp.vendor.cpu_graph.loops import Shape, contiguous, enough
+from dicp.vendor.cpu_graph.loops import Shape, enough
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _fills(axis: Axis, lanes: int) -> bool:
 
 
 def _lies_turned(i: ix.Index, along: Axis, axis: Axis) -> bool:
-    if any(isinstance(a, ix.Opaque) for a in ix.atoms(i)) or not contiguous(i, axis):
+    if any(isinstance(a, ix.Opaque) for a in ix.atoms(i)) or not ix.moves_by_one(i, axis.var):
         return False
     split = ix.coefficient(i, along.var)
     return split is not None and split[0] not in (0, 1) and not ix.depends(split[0], axis.var)

@@ -74,14 +74,8 @@ def _accesses(kernel: Kernel) -> tuple[list[Index], list[Index]]:
     )
 
 
-def _unit(i: Index, a: Axis) -> bool:
-    """Whether neighbours along the axis are neighbours in memory."""
-    split = ix.coefficient(i, a.var)
-    return split is not None and split[0] == 1
-
-
 def _walks(i: Index, a: Axis) -> bool:
-    return ix.depends(i, a.var) and not _unit(i, a)
+    return ix.depends(i, a.var) and not ix.moves_by_one(i, a.var)
 
 
 def needs_order(kernel: Kernel, interpreted: bool = False) -> bool:
@@ -101,9 +95,9 @@ def choose_tile(kernel: Kernel, interpreted: bool = False) -> Tile:
     loads, stores = _accesses(kernel)
     if inner:
         extent = Tile.extent(inner)
-        by_row = sum(_unit(i, inner[-1]) for i in loads + stores)
+        by_row = sum(ix.moves_by_one(i, inner[-1].var) for i in loads + stores)
         by_column = (
-            sum(_unit(i, outer[-1]) for i in loads if any(ix.depends(i, a.var) for a in inner))
+            sum(ix.moves_by_one(i, outer[-1].var) for i in loads if any(ix.depends(i, a.var) for a in inner))
             if outer
             else 0
         )
@@ -121,7 +115,8 @@ def choose_tile(kernel: Kernel, interpreted: bool = False) -> Tile:
         return Tile("line", free, serial=serial, ordered=True)
     if len(outer) >= 2 and not any(a.serial for a in outer):
         near = outer[-1]
-        far = [a for a in outer[:-1] if any(_unit(i, a) and _walks(i, near) for i in loads + stores)]
+        walking = [i for i in loads + stores if _walks(i, near)]
+        far = [a for a in outer[:-1] if any(ix.moves_by_one(i, a.var) for i in walking)]
         if far and all(not isinstance(a.size, int) or a.size >= PLANE_SIDE for a in (near, far[-1])):
             return Tile("plane", (near,), (far[-1],), single=tuple(a for a in outer[:-1] if a is not far[-1]))
     return Tile("line", outer)
