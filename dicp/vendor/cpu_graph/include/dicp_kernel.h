@@ -1,7 +1,5 @@
 // What generated kernels need besides vectors: checked run-time indices and the states of reductions.
 #pragma once
-#include <string.h>
-
 #include "dicp_vec.h"
 
 namespace dicp {
@@ -16,11 +14,11 @@ template <class T> void zeros(T* p, int64_t n) {
     char *from = (char*)p + k * PART, *const to = (char*)p + (k + 1 < parts ? (k + 1) * PART : bytes);
     if (bytes >= LARGE) {
       const int64_t ahead = -(uintptr_t)from % STEP;
-      memset(from, 0, ahead);
+      __builtin_memset(from, 0, ahead);
       for (from += ahead; to - from >= STEP; from += STEP) isa::stream_zeros(from);
       isa::stream_end();
     }
-    memset(from, 0, to - from);
+    __builtin_memset(from, 0, to - from);
   }
 }
 
