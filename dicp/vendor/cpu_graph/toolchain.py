@@ -226,7 +226,8 @@ def flags(config: Config, identity: str = "", optimise: bool = True) -> Flags:
     for code that has no loops, where optimising takes longer than it can save."""
     isa = host_isa(config)
     contract = "off" if config.numerics == "eager" else "fast"
-    # -O2 compiles Winograd's template in 0.6 of the time and leaves its loops as they are: 460 ms for UNet, not 280
+    # -O2 compiles Winograd's template in 0.6 of the time and leaves its loops as they are: UNet took 460 ms
+    # for 280.
     code = ["-O3" if optimise else "-O0", *_COMMON, *_MATH, *_QUIET]
     code += [f"-ffp-contract={contract}", f"-DDICP_LANES={LANES[isa]}"]
     if isa != "portable":
