@@ -245,13 +245,13 @@ class DefinitionBuilder:
     def overwritable(self, base: Value, dense: bool = False) -> Buffer:
         """The memory that an update of the node's first operand may go to: the mutated graph input itself, or
         the result of a call, when nothing else reads it; else a copy. dense: it has to be row-major."""
+        rows = dense_strides(base.shape, tuple(range(len(base.shape))))
         mine = self._mutated_input(base)
-        if mine is not None:
+        if mine is not None and (not dense or mine.strides == rows):
             assert self.node is not None
             self.in_place[self.node] = mine
             return mine
         dying = self._dying_result(base)
-        rows = dense_strides(base.shape, tuple(range(len(base.shape))))
         if dying is not None and (not dense or dying.strides == rows):
             return dying
         if dense:

@@ -128,3 +128,17 @@ def test_a_table_that_is_the_output_layer_as_well_has_one_gradient_in_place(
     table = {v.buffer.name for v in backward.lowered.outputs if isinstance(v, View)}
     owners = {backward.plan.find(name) for name in table}
     assert len(owners) == 1 and owners <= {c.outputs[0].name for c in backward.library_calls}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_are_added_to_an_input_whatever_its_strides(turned: bool) -> None:
+    def accumulate(total: Tensor, grad: Tensor, i: Tensor) -> None:
+        total.add_(torch.ops.aten.embedding_dense_backward(grad, i, 30, 3, False))
+
+    total = torch.randn(8, 30).bfloat16().t() if turned else torch.randn(30, 8).bfloat16()
+    grad, i = torch.randn(5, 8).bfloat16(), torch.tensor([1, 3, 7, 29, 0])
+    mine, eager = total.clone(), total.clone()
+    assert mine.stride() == total.stride()
+    torch.compile(accumulate, backend="dicp_cpu")(mine, grad, i)
+    accumulate(eager, grad, i)
+    assert torch.equal(mine, eager)
