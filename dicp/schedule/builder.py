@@ -65,11 +65,12 @@ class DefinitionBuilder:
 
         return Value(value.shape, value.dtype, fn)
 
-    def named(self, value: Value, node: fx.Node | None) -> Value:
-        """Give a value a definition, its buffer laid out as the layout pass or eager has it."""
+    def named(self, value: Value, node: fx.Node | None, strides: Shape | None = None) -> Value:
+        """Give a value a definition, its buffer laid out as the layout pass or eager has it where no strides
+        are given."""
         idx = self.index_vars(value.shape)
         expr = value(idx)
-        buffer = self.new_buffer(value.shape, value.dtype, self.strides_of(value.shape, node))
+        buffer = self.new_buffer(value.shape, value.dtype, strides or self.strides_of(value.shape, node))
         self.out.defs.append(Pointwise((buffer,), note_of(node), loop_vars(idx), expr, idx))
         return self.memo(buffer.value(), "")
 
@@ -254,12 +255,7 @@ class DefinitionBuilder:
         dying = self._dying_result(base)
         if dying is not None and (not dense or dying.strides == rows):
             return dying
-        if dense:
-            buffer = self.new_buffer(base.shape, base.dtype, rows)
-            idx = self.index_vars(base.shape)
-            self.out.defs.append(Pointwise((buffer,), note_of(self.node), loop_vars(idx), base(idx), idx))
-            return buffer
-        named = self.named(base, self._node_of(base))
+        named = self.named(base, self._node_of(base), rows if dense else None)
         return self.out.buffers[named(self.index_vars(base.shape)).args[0]]
 
     def _mutated_input(self, base: Value) -> Buffer | None:

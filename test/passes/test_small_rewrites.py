@@ -153,7 +153,7 @@ graph(arg0_1: f32[3,4], arg1_1: i64[3], arg2_1: f32[9,4]):
         zeros = torch.ops.aten.embedding_dense_backward
 
         def kept(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            shared = zeros(g, i.to(x.device), 9, -1, False)
+            shared = zeros(g, i, 9, -1, False)
             return x + shared, shared * 2
 
         cases = {

@@ -130,16 +130,9 @@ def block_loop(axis: Axis, block: str, lines: list[str], lanes: int) -> list[str
     return [f"for (int64_t {block} = 0; {block} < {n}; {block} += LANES) {{", *indent([columns, *lines]), "}"]
 
 
-def enough(axes: tuple[Axis, ...], extent: Index, step: int) -> bool:
-    """Whether the axes, and an extent in steps, have points enough to keep all threads busy."""
-    count = ix.product(a.size for a in axes)
-    known = isinstance(count, int) and isinstance(extent, int)
-    return not known or count * -(-extent // step) >= 2 * torch.get_num_threads()
-
-
-def few(axes: tuple[Axis, ...]) -> bool:
-    """Whether the axes have too few points to keep all threads busy."""
-    count = ix.product(a.size for a in axes)
+def few(axes: tuple[Axis, ...], extent: Index = 1, step: int = 1) -> bool:
+    """Whether the axes, with an extent in steps, have too few points to keep all threads busy."""
+    count = ix.product([*(a.size for a in axes), ix.floordiv(extent + (step - 1), step)])
     return isinstance(count, int) and count < 2 * torch.get_num_threads()
 
 

@@ -18,7 +18,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel
 from dicp.vendor.cpu_graph.expression import STORAGE, ExpressionWriter, Scope, index_text
-from dicp.vendor.cpu_graph.loops import Shape, enough
+from dicp.vendor.cpu_graph.loops import Shape, few
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def find_turned(kernel: Kernel, shape: Shape, lanes: int) -> Turned | None:
     for axis in shape.outer:
         loads = tuple(e for e in unmasked if _lies_turned(e.args[1], along, axis))
         outer = tuple(a for a in shape.outer if a is not axis)
-        if loads and _fills(axis, lanes) and enough(outer, axis.size, lanes):
+        if loads and _fills(axis, lanes) and not few(outer, axis.size, lanes):
             found.append(Turned(axis, outer, loads))
     return max(found, key=lambda t: len(t.loads), default=None)
 
