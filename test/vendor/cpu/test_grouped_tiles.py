@@ -1,6 +1,8 @@
-"""Products of groups of rows by tiles: against float64, over groups of any size, none and all rows among them."""
+"""Products of groups and their gradients: against float64, over groups of any size, none and all rows among them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,64 +14,130 @@ from dicp.vendor.cpu_graph.microkernels import available
 pytest.importorskip("transformers.integrations.moe")
 pytestmark = pytest.mark.skipif(not available(torch.float32), reason="no micro-kernels for this processor")
 CUTS = {"some": [3, 3, 20, 41], "none at first": [0, 0, 41, 41], "rows behind": [5, 9, 9, 30]}
+WAYS = ("tiles", "mm")
 
 
 @pytest.fixture(autouse=True)
-def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On whatever processor the test runs, each compiled anew."""
+def _anew() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(grouped, "_is_ahead", lambda dtype: True)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On whatever processor the test runs."""
+    monkeypatch.setattr(grouped, "_tiles_ahead", lambda dtype: request.param == "tiles")
+    return request.param
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return torch.ops.transformers.grouped_mm_fallback(x, w, offsets)  # aten's is traced in bf16 alone
 
 
+def groups(offsets: list[int]) -> list[slice]:
+    return [slice(start, end) for start, end in zip([0, *offsets], offsets)]
+
+
 def exact(x: torch.Tensor, w: torch.Tensor, offsets: list[int]) -> torch.Tensor:
     out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float64)
-    for e, (start, end) in enumerate(zip([0, *offsets], offsets)):
-        out[start:end] = x[start:end].double() @ w[e].double()
+    for e, of in enumerate(groups(offsets)):
+        out[of] = x[of].double() @ w[e].double()
     return out
+
+
+def exact_gradient(x: torch.Tensor, grad: torch.Tensor, offsets: list[int]) -> torch.Tensor:
+    """Of the matrices."""
+    return torch.stack([x[of].double().T @ grad[of].double() for of in groups(offsets)])
+
+
+def close(
+    found: torch.Tensor, of: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, offsets: list[int]
+) -> bool:
+    """To what summing in float32 and rounding once may cost."""
+    wanted, sizes = of(a, b, offsets), of(a.abs(), b.abs(), offsets)
+    allowed = 2 * torch.finfo(torch.float32).eps * sizes + torch.finfo(found.dtype).eps * wanted.abs()
+    return bool(((found.double() - wanted).abs() <= allowed).all())
+
+
+def operands(dtype: torch.dtype, by_columns: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, matrices, and the gradient of their product."""
+    torch.manual_seed(0)
+    x, w, grad = torch.randn(41, 48), torch.randn(4, 48, 72) / 7, torch.randn(41, 72)
+    w = w.mT.contiguous().mT if by_columns else w
+    return x.to(dtype), w.to(dtype), grad.to(dtype)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cuts", CUTS)
-def test_groups(cuts: str, dtype: torch.dtype, by_columns: bool, dynamic: bool) -> None:
-    torch.manual_seed(0)
-    x, w = torch.randn(41, 48).to(dtype), (torch.randn(4, 48, 72) / 7).to(dtype)
-    w = w.mT.contiguous().mT if by_columns else w
+def test_groups(cuts: str, dtype: torch.dtype, by_columns: bool, dynamic: bool, way: str) -> None:
+    x, w, _ = operands(dtype, by_columns)
     seen: list[Compiled] = []
     with observe(seen.append), torch.no_grad():
         compiled = torch.compile(grouped_mm, backend="dicp_cpu", dynamic=dynamic, fullgraph=True)
         found = compiled(x, w, torch.tensor(CUTS[cuts], dtype=torch.int32))
-    assert [c.claim.name for c in seen[0].program.library_calls] == ["grouped_mm: tiles"]
-    wanted = exact(x, w, CUTS[cuts])
-    eps = torch.finfo(dtype).eps
-    assert (found.double() - wanted).abs().max() <= 2 * eps * wanted.abs().max()
+    assert [c.claim.name for c in seen[0].program.library_calls] == [f"grouped_mm: {way}"]
+    assert close(found, exact, x, w, CUTS[cuts])
     assert not found[CUTS[cuts][-1] :].any()
 
 
-def test_atens_product_of_groups() -> None:
-    x, w, offsets = torch.randn(41, 48).bfloat16(), torch.randn(4, 48, 72).bfloat16(), CUTS["none at first"]
-    found = torch.compile(lambda x, w, o: torch._grouped_mm(x, w, offs=o), backend="dicp_cpu")(
-        x, w, torch.tensor(offsets, dtype=torch.int32)
-    )
-    torch.testing.assert_close(found.double(), exact(x, w, offsets), rtol=1e-2, atol=1e-2)
-
-
-def test_experts_of_transformers_are_no_call_into_python() -> None:
-    """Rows by 64-bit offsets; its gradients stay the library's own."""
-    torch.manual_seed(0)
-    x, w = torch.randn(41, 32, requires_grad=True), torch.randn(4, 32, 16, requires_grad=True)
-    offsets = torch.tensor(CUTS["rows behind"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_gradients(cuts: str, dtype: torch.dtype, by_columns: bool, dynamic: bool, way: str) -> None:
+    """That of the matrices lies as they do; that of a matrix of no rows is 0."""
+    x, w, grad = operands(dtype, by_columns)
+    x.requires_grad_(), w.requires_grad_()
     seen: list[Compiled] = []
     with observe(seen.append):
-        found = torch.compile(grouped_mm, backend="dicp_cpu", fullgraph=True)(x, w, offsets)
-    assert [c.claim.name for c in seen[0].program.library_calls] == ["grouped_mm: tiles"]
-    torch.testing.assert_close(found, grouped_mm(x, w, offsets))
-    for got, wanted in zip(
-        torch.autograd.grad(found.sum(), (x, w)), torch.autograd.grad(grouped_mm(x, w, offsets).sum(), (x, w))
-    ):
-        torch.testing.assert_close(got, wanted)
+        compiled = torch.compile(grouped_mm, backend="dicp_cpu", dynamic=dynamic, fullgraph=True)
+        of_x, of_w = torch.autograd.grad(compiled(x, w, torch.tensor(CUTS[cuts])), (x, w), grad)
+    (call,) = seen[1].program.library_calls
+    assert call.claim.name == f"grouped_mm backward: {way}" and not seen[1].program.externs
+    assert close(of_x, exact, grad, w.mT, CUTS[cuts])
+    assert close(of_w, exact_gradient, x, grad, CUTS[cuts])
+    assert of_w.stride() == w.stride()
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_gradients_of_atens_product(by_columns: bool, way: str) -> None:
+    """What nn.functional has of it, in the dtype that it is traced in."""
+    x, w, grad = operands(torch.bfloat16, by_columns)
+    x.requires_grad_(), w.requires_grad_()
+    offsets = CUTS["none at first"]
+    seen: list[Compiled] = []
+
+    def model(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(x, w, offs=offsets)
+
+    with observe(seen.append):
+        found = torch.compile(model, backend="dicp_cpu")(x, w, torch.tensor(offsets, dtype=torch.int32))
+        of_x, of_w = torch.autograd.grad(found, (x, w), grad)
+    calls = [c.claim.name for s in seen for c in s.program.library_calls]
+    assert calls == [f"grouped_mm: {way}"] * 3
+    assert close(found, exact, x, w, offsets) and close(of_x, exact, grad, w.mT, offsets)
+    assert close(of_w, exact_gradient, x, grad, offsets)
+
+
+def test_one_gradient_of_two(way: str) -> None:
+    x, w, grad = operands(torch.float32, False)
+    w.requires_grad_()
+    compiled = torch.compile(grouped_mm, backend="dicp_cpu", fullgraph=True)
+    (of_w,) = torch.autograd.grad(compiled(x, w, torch.tensor(CUTS["some"])), (w,), grad)
+    assert close(of_w, exact_gradient, x, grad, CUTS["some"])
+
+
+@pytest.mark.parametrize("behind", [0, 7])
+def test_operands_that_lie_otherwise(behind: int, way: str) -> None:
+    """Rows of x apart, or by columns; a gradient that is one row over and over."""
+    x, w, _ = operands(torch.float32, True)
+    apart = torch.zeros(41, 48 + behind)[:, :48].copy_(x) if behind else x.T.contiguous().T
+    grad = torch.randn(72).expand(41, 72)
+    leaf, w = apart.detach().requires_grad_(), w.requires_grad_()
+    compiled = torch.compile(grouped_mm, backend="dicp_cpu", fullgraph=True)
+    found = compiled(leaf, w, torch.tensor(CUTS["some"]))
+    of_x, of_w = torch.autograd.grad(found, (leaf, w), grad)
+    assert close(found, exact, x, w, CUTS["some"])
+    assert close(of_x, exact, grad, w.mT, CUTS["some"])
+    assert close(of_w, exact_gradient, x, grad, CUTS["some"])

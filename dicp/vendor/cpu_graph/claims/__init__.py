@@ -108,7 +108,7 @@ def computes_wide(node: fx.Node) -> bool:
 
 
 # Ops of other libraries, which are there only where those are imported.
-_FOREIGN = {grouped.FALLBACK: grouped.grouped}
+_FOREIGN = {grouped.FALLBACK: grouped.grouped, grouped.FALLBACK_BACKWARD: grouped.grouped}
 
 
 @functools.cache

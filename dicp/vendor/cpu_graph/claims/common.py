@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.schedule.defs import View
+from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import dense_strides
 
 aten = torch.ops.aten
@@ -106,6 +106,27 @@ def lists(w: Any, *lists: Sequence[int]) -> list[str]:
         name, n = w.ints(values)
         out += [name, str(n)]
     return out
+
+
+SPACE = "void* space, int64_t bytes, int64_t threads"
+"""The parameters of a template for its workspace, and for how many threads that is."""
+
+
+def space(w: Any, c: Call) -> list[str]:
+    """Their arguments: the workspace is the last of a call's outputs."""
+    planned = c.outputs[-1]
+    assert planned is not None
+    return [w.pointer(planned), str(planned.shape[0]), str(torch.get_num_threads())]
+
+
+def transposed(v: View) -> View:
+    """Matrices with rows and columns exchanged."""
+    return View(
+        v.buffer,
+        (*v.shape[:-2], v.shape[-1], v.shape[-2]),
+        (*v.strides[:-2], v.strides[-1], v.strides[-2]),
+        v.offset,
+    )
 
 
 def channels_last(v: View) -> bool:

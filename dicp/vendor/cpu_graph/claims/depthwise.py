@@ -13,8 +13,8 @@ import torch.fx as fx
 from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import FLOATS, LOW, aten
-from dicp.vendor.cpu_graph.claims.images import pitch, prepare, space, strides, threads
+from dicp.vendor.cpu_graph.claims.common import FLOATS, LOW, SPACE, aten, space
+from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.expression import STORAGE
 
 SPARED_BYTES = 1.0
@@ -22,10 +22,8 @@ SPARED_BYTES = 1.0
 every layout."""
 
 _PARAMETERS = {
-    "input": "const {T}* grad, const {T}* w, {T}* x, const int64_t* sizes, "
-    "void* space, int64_t bytes, int64_t threads",
-    "window": "const {T}* x, const {T}* grad, {T}* w, const int64_t* sizes, "
-    "void* space, int64_t bytes, int64_t threads",
+    "input": f"const {{T}}* grad, const {{T}}* w, {{T}}* x, const int64_t* sizes, {SPACE}",
+    "window": f"const {{T}}* x, const {{T}}* grad, {{T}}* w, const int64_t* sizes, {SPACE}",
 }
 _GIVEN = {"input": "grad, w, x", "window": "x, grad, w"}
 _UNIT = """\

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
+from dicp.vendor.cpu_graph.claims.common import SPACE, space
 from dicp.vendor.cpu_graph.claims.operands import (
     PARAMETERS,
     Operands,
@@ -65,14 +66,13 @@ def _most(size: Any, tile: int) -> int:
 
 
 def _emit(writer: Any, call: Call, at: Operands) -> None:
-    g, space = given(call, at), call.outputs[-1]
-    assert space is not None
+    g = given(call, at)
     words = g.kinds()
     name = f"gemm_{'_'.join(dict.fromkeys(words.values()))}_{at.act}"
-    parameters = PARAMETERS.format(**words) + ", void* space, int64_t bytes, int64_t threads"
+    parameters = f"{PARAMETERS.format(**words)}, {SPACE}"
     source = _SOURCE.format(name=name, parameters=parameters, act=at.act.upper())
-    room = [writer.pointer(space), str(space.shape[0]), str(torch.get_num_threads())]
-    writer.call(call, str(writer.template(name, parameters, source)), [*arguments(writer, g), *room])
+    function = str(writer.template(name, parameters, source))
+    writer.call(call, function, [*arguments(writer, g), *space(writer, call)])
 
 
 __all__ = ["gemm", "workspace"]

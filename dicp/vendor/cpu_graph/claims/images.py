@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.fx as fx
 
-from dicp.schedule.defs import Call, View
+from dicp.schedule.defs import View
 
 CHANNELS_LAST = (0, 2, 3, 1)
 
@@ -42,15 +41,9 @@ def prepare(*images: int, bias: int | None = None) -> Callable[..., Sequence[Any
     return prepare
 
 
-def space(w: Any, c: Call) -> list[str]:
-    space = c.outputs[-1]
-    assert space is not None
-    return [w.pointer(space), str(space.shape[0]), str(torch.get_num_threads())]
-
-
 def pitch(v: View | None) -> list[Any]:
     """Strides per image, row and column."""
     return [0, 0, 0] if v is None else [v.strides[0], v.strides[2], v.strides[3]]
 
 
-__all__ = ["CHANNELS_LAST", "pitch", "prepare", "space", "strides", "threads"]
+__all__ = ["CHANNELS_LAST", "pitch", "prepare", "strides", "threads"]

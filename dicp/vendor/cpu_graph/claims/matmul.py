@@ -27,6 +27,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     dtype_of,
     multiplies,
     onednn_has,
+    transposed,
 )
 from dicp.vendor.cpu_graph.claims.gemm import gemm
 from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
@@ -95,15 +96,6 @@ def _left(node: fx.Node) -> torch.Tensor:
     return node.args[1 if adds else 0].meta["val"]  # type: ignore[union-attr, no-any-return]
 
 
-def _transposed(v: View) -> View:
-    return View(
-        v.buffer,
-        (*v.shape[:-2], v.shape[-1], v.shape[-2]),
-        (*v.strides[:-2], v.strides[-1], v.strides[-2]),
-        v.offset,
-    )
-
-
 def mm(node: fx.Node, config: Any) -> list[Claim]:
     """y = x w. Candidates, as of every function here: the heuristic's own choice first."""
     dtype = dtype_of(node)
@@ -119,7 +111,7 @@ def mm(node: fx.Node, config: Any) -> list[Claim]:
     )
     onednn = Claim(
         "mm: oneDNN",
-        lambda w, c: _linear_call(w, c, c.args[0], _transposed(c.args[1]), None, None, "none"),
+        lambda w, c: _linear_call(w, c, c.args[0], transposed(c.args[1]), None, None, "none"),
         prepare=_operands(weight=1),
     )
     return _ordered("mm", node, config, blas, onednn)
@@ -192,7 +184,7 @@ def addmm(node: fx.Node, config: Any) -> list[Claim]:
         return _ordered("addmm", node, config, blas, None)
     onednn = Claim(
         "addmm: oneDNN",
-        lambda w, c: _linear_call(w, c, c.args[1], _transposed(c.args[2]), c.args[0], None, "none"),
+        lambda w, c: _linear_call(w, c, c.args[1], transposed(c.args[2]), c.args[0], None, "none"),
         prepare=_operands(0, weight=2),
     )
     return _ordered("addmm", node, config, blas, onednn)
@@ -294,7 +286,7 @@ def _linear_by_blas(w: Any, c: Call) -> None:
         for v in (View(y, y.shape, y.strides), x)
     ]
     out, rows = (w.tensor(m) for m in matrices)
-    columns = w.tensor(_transposed(weight))
+    columns = w.tensor(transposed(weight))
     if bias is None:
         w.call(c, SHIM + "mm_out", [out, rows, columns])
     else:

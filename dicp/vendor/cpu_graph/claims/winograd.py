@@ -13,8 +13,8 @@ import torch.fx as fx
 from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import argument, aten
-from dicp.vendor.cpu_graph.claims.images import pitch, prepare, space, strides, threads
+from dicp.vendor.cpu_graph.claims.common import SPACE, argument, aten, space
+from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.microkernels import available
 
 FORM = repr(("winograd",))
@@ -33,7 +33,7 @@ BYTE_OPERATIONS = 7.0
 
 _PARAMETERS = (
     "const float* x, const float* w, const float* u, const float* bias, const float* other, float* y, "
-    "const int64_t* sizes, bool flipped, void* space, int64_t bytes, int64_t threads, bool* finite"
+    f"const int64_t* sizes, bool flipped, {SPACE}, bool* finite"
 )
 UNIT = f"""\
 #include "dicp_winograd.h"
@@ -46,8 +46,7 @@ extern "C" __attribute__((visibility("default"))) int32_t winograd_conv({_PARAME
 
 
 _WINDOW_PARAMETERS = (
-    "const float* x, const float* grad, float* w, const int64_t* sizes, "
-    "void* space, int64_t bytes, int64_t threads, bool* finite"
+    f"const float* x, const float* grad, float* w, const int64_t* sizes, {SPACE}, bool* finite"
 )
 WINDOW_UNIT = f"""\
 #include "dicp_winograd_grad.h"
