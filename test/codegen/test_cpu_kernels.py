@@ -23,8 +23,9 @@ from dicp.ir.interpret_kernel import run_kernel
 from dicp.runtime.program import Program
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen, loops, toolchain
-from dicp.vendor.cpu_graph.assemble import EXPORT, PRELUDE
+from dicp.vendor.cpu_graph.assemble import PRELUDE
 from dicp.vendor.cpu_graph.build import Unit, build
+from dicp.vendor.cpu_graph.sharing import Emitted, share
 
 ISAS = ("avx512", "avx2", "portable")
 GUARD = 64  # elements behind each buffer that nothing may write
@@ -358,31 +359,29 @@ def function_name(launch: Launch) -> str:
     return f"{launch.kernel.name}_{launch.kernel.digest}"
 
 
-def unit_of(launch: Launch, lanes: int) -> Unit:
+def emitted(launch: Launch, lanes: int) -> Emitted:
     name = function_name(launch)
-    code = codegen.emit(launch.kernel, name, lanes).replace("\nvoid ", f"\n{EXPORT}void ", 1)
-    return Unit(name, f"{PRELUDE}\n{code}\n")
+    return Emitted(name, codegen.emit(launch.kernel, name, lanes))
+
+
+def unit_of(kernels: list[Emitted]) -> Unit:
+    return Unit(kernels[0].name, "\n\n".join([PRELUDE, *(k.text for k in kernels), ""]))
 
 
 @functools.cache
 def addresses(isa: str) -> dict[str, int]:
-    """The address of each kernel of every case that can be traced and emitted, four to a unit."""
+    """The address of each kernel of every case that can be traced and emitted, four to a unit, or all that differ
+    in sizes only."""
     config = Config.make(None, {"isa": isa})
     lanes, texts = toolchain.lanes(config), {}
     for name in CASES:
         try:
-            found = {
-                function_name(x): unit_of(x, lanes).source.removeprefix(PRELUDE)
-                for p, _, _ in programs(name)
-                for x in p.launches
-            }
+            found = {function_name(x): emitted(x, lanes) for p, _, _ in programs(name) for x in p.launches}
         except Exception:  # shows in the case's own test
             continue
         texts.update(found)
-    names = list(texts)
-    units = [
-        Unit(names[k], PRELUDE + "".join(texts[n] for n in names[k : k + 4])) for k in range(0, len(names), 4)
-    ]
+    names, shared = list(texts), share(list(texts.values()))
+    units = [unit_of(shared[k : k + 4]) for k in range(0, len(shared), 4)]
     try:
         library = build(units, config)
     except BuildError:
@@ -396,7 +395,7 @@ def call(launch: Launch, isa: str, memory: dict[str, torch.Tensor], sizes: dict[
     address = addresses(isa).get(name)
     if address is None:
         config = Config.make(None, {"isa": isa})
-        address = build([unit_of(launch, toolchain.lanes(config))], config).address(name)
+        address = build([unit_of(share([emitted(launch, toolchain.lanes(config))]))], config).address(name)
     error = ctypes.c_int32(0)
     args: list[Any] = [ctypes.c_void_p(memory[p.name].data_ptr()) for p in launch.kernel.params]
     args += [ctypes.c_int64(sizes[v.name]) for v in launch.kernel.sizes]
@@ -580,7 +579,7 @@ def test_memory_is_cleared_to_its_last_byte_and_no_further(n: int, isa: str) -> 
         traced(lambda i: torch.zeros(n).index_add(0, i, torch.ones(2)), below(2, 2))["inference"]
     )
     launch, config = program.launches[0], Config.make(None, {"isa": isa})
-    unit = unit_of(launch, toolchain.lanes(config))
+    unit = unit_of(share([emitted(launch, toolchain.lanes(config))]))
     assert "zeros(" in unit.source
     clear = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build([unit], config).address(function_name(launch)))
     for ahead in (0, 1, 7):  # elements from an address that a cache line's size divides

@@ -15,11 +15,11 @@ from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
 from dicp.vendor.cpu_graph.saved import save
 from dicp.vendor.cpu_graph.segment import SegmentWriter, unit_source
+from dicp.vendor.cpu_graph.sharing import Emitted, share
 from dicp.vendor.cpu_graph.timing import report_at_exit
 
 # A compiler's start costs as much as compiling three or four kernels: few units, but enough to share out.
 UNITS, LEAST, MOST = 4, 4, 16
-EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 
 
 def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
@@ -61,19 +61,19 @@ def kernel_units(program: Program, lanes: int) -> tuple[dict[str, str], list[Uni
     for launch in program.launches:
         distinct.setdefault(launch.kernel.digest, launch)
     names = {d: f"{launch.kernel.name}_{d[:8]}" for d, launch in distinct.items()}
-    texts = [
-        (names[d], codegen.emit(launch.kernel, names[d], lanes), launch.kernel.origins)
-        for d, launch in distinct.items()
-    ]
+    texts = share(
+        [
+            Emitted(names[d], codegen.emit(launch.kernel, names[d], lanes), launch.kernel.origins)
+            for d, launch in distinct.items()
+        ]
+    )
     units = []
     size = min(MOST, max(LEAST, -(-len(texts) // UNITS)))
     for k in range(0, len(texts), size):
         chunk = texts[k : k + size]
-        source = "\n\n".join(
-            [PRELUDE, *(text.replace("\nvoid ", f"\n{EXPORT}void ", 1) for _, text, _ in chunk)]
-        )
-        lines = tuple(dict.fromkeys(o for _, _, origins in chunk for o in origins))
-        units.append(Unit("_".join(["kernels", chunk[0][0]]), source + "\n", lines))
+        source = "\n\n".join([PRELUDE, *(t.text for t in chunk)])
+        lines = tuple(dict.fromkeys(o for t in chunk for o in t.origins))
+        units.append(Unit("_".join(["kernels", chunk[0].name]), source + "\n", lines))
     return names, units
 
 
