@@ -120,6 +120,16 @@ def test_gradients_of_atens_product(by_columns: bool, way: str) -> None:
     assert close(of_w, exact_gradient, x, grad, offsets)
 
 
+def test_atens_product_without_groups_is_another_call() -> None:
+    """Of batches."""
+    x, w = torch.randn(4, 8, 16).bfloat16(), torch.randn(4, 16, 24).bfloat16()
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        found = torch.compile(lambda x, w: torch._grouped_mm(x, w), backend="dicp_cpu")(x, w)
+    assert [c.claim.name for c in seen[0].program.library_calls] == ["_grouped_mm: ATen"]
+    torch.testing.assert_close(found, x @ w, rtol=1e-2, atol=1e-2)
+
+
 def test_one_gradient_of_two(way: str) -> None:
     x, w, grad = operands(torch.float32, False)
     w.requires_grad_()

@@ -62,7 +62,8 @@ def grouped(node: fx.Node, config: Any) -> list[Claim]:
 def _has_form(node: fx.Node) -> bool:
     """Whether the groups, which `offsets` [E] end, share out rows: x [S, K], w [E, K, N]; or what is summed
     over: x [M, S], w [S, N]; or these are the gradients of the first."""
-    x, w, offsets, *more = node.args
+    given: tuple[Any, ...] = node.args
+    x, w, offsets, *more = given + (None,) * (3 - len(given))
     vals = [a.meta["val"] for a in (x, w, offsets) if isinstance(a, fx.Node)]
     if len(vals) < 3 or node.kwargs or not available(torch.float32):
         return False
