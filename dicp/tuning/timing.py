@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.compat import size_hint
+
 COLD_BYTES = 64 << 20
 """Operands change from call to call until that much was read: a model's weights come from memory, where the
 same ones again and again would come from a cache."""
@@ -22,11 +24,12 @@ Run = Callable[[list[Any]], Any]
 
 def operand_sets(gm: fx.GraphModule) -> list[list[torch.Tensor]]:
     """Inputs for a graph, several times over where they would all stay in a cache."""
-    vals = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    vals = [n.meta["val"] for n in inputs]
     nbytes = sum(_extent(v) * v.element_size() for v in vals) or 1
     copies = min(max(math.ceil(COLD_BYTES / nbytes), 1), 256)
     generator = torch.Generator().manual_seed(0)
-    return [[_filled(v, generator) for v in vals] for _ in range(copies)]
+    return [[_filled(n, generator) for n in inputs] for _ in range(copies)]
 
 
 def _extent(val: torch.Tensor) -> int:
@@ -36,14 +39,29 @@ def _extent(val: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(val.shape, val.stride(), strict=True))
 
 
-def _filled(val: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of that shape, dtype and layout with small numbers, none of them subnormal."""
+def _filled(node: fx.Node, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of that shape, dtype and layout with small numbers, none of them subnormal; or the ends of
+    groups of equal size."""
+    val = node.meta["val"]
     flat = torch.empty(_extent(val), dtype=val.dtype)
     if val.dtype.is_floating_point:
         flat.uniform_(-1, 1, generator=generator)
+    elif (shared := _shared_out(node)) is not None:
+        flat.copy_(torch.arange(1, len(flat) + 1) * shared // len(flat))
     else:
         flat.fill_(1)
     return flat.to(val.device).as_strided(val.shape, val.stride())
+
+
+def _shared_out(node: fx.Node) -> int | None:
+    """How many rows, or columns, the groups share out whose ends an operand of a product of groups tells."""
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        names = [a.name for a in schema.arguments[: len(user.args)]] if schema else []
+        if "offs" in names and user.args[names.index("offs")] is node:
+            x, w = (a.meta["val"] for a in user.args[:2])  # type: ignore[union-attr]
+            return size_hint(x.shape[0] if w.dim() == 3 else x.shape[-1])
+    return None
 
 
 def time_calls(

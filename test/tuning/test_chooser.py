@@ -202,6 +202,14 @@ def test_one_call_stands_for_a_node() -> None:
     torch.testing.assert_close(result, sets[0][0] @ sets[0][1])
 
 
+def test_groups_are_measured_with_rows_in_all_of_them() -> None:
+    x, w, ends = torch.randn(42, 16).bfloat16(), torch.randn(4, 16, 8).bfloat16(), torch.tensor([1, 2, 3, 42])
+    gm = graph_of(lambda x, w, e: torch._grouped_mm(x, w, offs=e), x, w, ends.int())
+    node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten._grouped_mm.default)
+    (_, _, given), *_ = timing.operand_sets(one_call(node)[0])
+    assert given.tolist() == [10, 21, 31, 42]
+
+
 def test_measured_for_real(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
