@@ -19,21 +19,20 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from dicp.bench.models import CASES
 from dicp.bench.workloads import WORKLOADS, Setting
 from dicp.compiler import Compiled, observe
 
 
 def _llama(layers: int) -> Callable[[], Any]:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8,
-        intermediate_size=2752, vocab_size=32000, max_position_embeddings=2048, use_cache=False,
-    )  # fmt: skip
-    model, ids = LlamaForCausalLM(config).eval(), torch.zeros(1, 128, dtype=torch.int64)
+    case = CASES["llama"]
+    like = case.build("full")
+    like.config.num_hidden_layers = layers
+    model, inputs = type(like)(like.config).eval(), case.inputs("full", 0, torch.float32)
     compiled = torch.no_grad()(torch.compile(model, backend="dicp_cpu"))
-    return lambda: compiled(ids)
+    return lambda: compiled(**inputs)
 
 
 def measure(case: str, phase: str, dtype: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ LEAST = 32
 """Shorter loops are the compiler's to unroll."""
 
 _ALONE = "__attribute__((noinline, noclone)) static "  # else the compiler makes one for each kernel again
+_HEAD = "// Sizes are those of the kernels below; lines of the model, where they differ, the first one's.\n"
 
 _SIZE = re.compile(
     "|".join(
@@ -101,7 +102,7 @@ def _shared(forms: Sequence[_Form]) -> Emitted:
         f"  {name}({', '.join([*given, *(sizes[k] for sizes in names)])});\n}}"
         for k, f in enumerate(forms)
     ]
-    text = "\n\n".join([f"{first.head}{_ALONE}void {name}({parameters}) {{{body}", *calls])
+    text = "\n\n".join([f"{_HEAD}{_ALONE}void {name}({parameters}) {{{body}", *calls])
     return Emitted(first.of.name, text, tuple(dict.fromkeys(o for f in forms for o in f.of.origins)))
 
 

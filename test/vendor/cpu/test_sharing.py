@@ -38,8 +38,7 @@ class Texts(TestCase):
         self.assertExpectedInline(
             found.text,
             """\
-// mul    model.py:7
-// pointwise: i0 < 64, i1 < 128
+// Sizes are those of the kernels below; lines of the model, where they differ, the first one's.
 __attribute__((noinline, noclone)) static void mul_a_of_sizes(const float* b0, float* b1, int64_t n0, int64_t n1) {
   for (int64_t i0 = 0; i0 < n0; ++i0) {
     for (int64_t i1 = 0; i1 < n1; i1 += LANES) {
