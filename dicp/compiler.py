@@ -132,19 +132,27 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
     with step("lower"):
         lowered = lower(gm, vendor, config, claims)
     dump.definitions("20_lowered", lowered)
-    with step("fuse"):
-        steps = fuse(lowered)
-    with step("kernels"):
-        items = build_kernels(steps, lowered)
-    dump.items("30_kernels", items)
-    with step("memory"):
-        owned = _owned_inputs(lowered) if job.role == "backward" else frozenset()
-        plan = plan_memory(items, lowered, owned)
-    program = make_program(name, lowered, items, plan, owned, job.results)
-    dump.plan("40_memory", program)
-    with step("build"):
-        call = vendor.assemble(program, config)
+    with _begun(vendor, lowered, config) as begun:
+        with step("fuse"):
+            steps = fuse(lowered)
+        with step("kernels"):
+            items = build_kernels(steps, lowered)
+        dump.items("30_kernels", items)
+        with step("memory"):
+            owned = _owned_inputs(lowered) if job.role == "backward" else frozenset()
+            plan = plan_memory(items, lowered, owned)
+        program = make_program(name, lowered, items, plan, owned, job.results)
+        program.begun = begun
+        dump.plan("40_memory", program)
+        with step("build"):
+            call = vendor.assemble(program, config)
+        program.begun = None
     return _done(Compiled(name, job.role, call, program, job.seconds), dump)
+
+
+def _begun(vendor: Any, lowered: Lowered, config: Any) -> contextlib.AbstractContextManager[Any]:
+    begin = getattr(vendor, "begin", None)
+    return contextlib.nullcontext() if begin is None else begin(lowered, config)  # type: ignore[no-any-return]
 
 
 def _with_constants(main: Compiled, constants: Compiled, folding: Folding, vendor: Any) -> Compiled:

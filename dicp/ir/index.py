@@ -11,6 +11,7 @@ Source: the usual quotient/remainder identities; (d*q + r) // d = q + r // d for
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ Monomial = tuple[Atom, ...]
 class Poly:
     """A normalised, non-constant polynomial. Build through the operators; never mutate."""
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_atoms", "_hash", "terms")
 
     def __init__(self, terms: Mapping[Monomial, int]) -> None:
         items = terms.items()
@@ -123,6 +124,7 @@ class Poly:
             sorted(items, key=_term_key) if len(items) > 1 else items
         )
         self._hash = hash(self.terms)
+        self._atoms: tuple[Atom, ...] | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -239,11 +241,19 @@ def product(xs: Iterable[Index]) -> Index:
     return out
 
 
-def atoms(x: Index) -> list[Atom]:
+def atoms(x: Index) -> tuple[Atom, ...]:
     """Every atom of x once, those inside divisions and modulos too (not those inside Opaque payloads). In an
     order that is the same in every process: kernels are known by their text."""
+    if isinstance(x, int):
+        return ()
+    if x._atoms is None:  # found once: most of what kernels ask of an index begins so
+        x._atoms = _atoms(x)
+    return x._atoms
+
+
+def _atoms(x: Poly) -> tuple[Atom, ...]:
     out: dict[Atom, None] = {}
-    stack = [x]
+    stack: list[Index] = [x]
     while stack:
         cur = stack.pop()
         if isinstance(cur, Poly):
@@ -253,7 +263,7 @@ def atoms(x: Index) -> list[Atom]:
                         out[a] = None
                         if isinstance(a, _Pair):
                             stack += [a.num, a.den]
-    return list(out)
+    return tuple(out)
 
 
 def map_atoms(x: Index, fn: Callable[[Atom], Index | None]) -> Index:
@@ -276,7 +286,7 @@ def map_atoms(x: Index, fn: Callable[[Atom], Index | None]) -> Index:
 
 
 def substitute(x: Index, mapping: Mapping[Atom, Index]) -> Index:
-    return x if isinstance(x, int) else map_atoms(x, mapping.get)
+    return map_atoms(x, mapping.get) if any(a in mapping for a in atoms(x)) else x
 
 
 def limit(x: Index, upper: bool) -> Index | None:
@@ -424,6 +434,7 @@ def mod(num: Index, den: Index) -> Index:
     return of(Mod(rest, den))
 
 
+@functools.lru_cache(1 << 12)
 def coefficient(x: Index, var: Var) -> tuple[Index, Index] | None:
     """(c, r) with x = c*var + r and neither c nor r naming var; None when x is not linear in var."""
     if isinstance(x, int):

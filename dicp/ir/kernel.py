@@ -42,8 +42,17 @@ class Axis:
         return self.var.size
 
 
+class _Statement:
+    @cached_property
+    def expressions(self) -> list[Expr]:
+        roots = [self.value]  # type: ignore[attr-defined]
+        if isinstance(self, Store):
+            roots += [a.payload for a in ix.atoms(self.index) if isinstance(a, ix.Opaque)]
+        return walk(*roots)
+
+
 @dataclass(frozen=True)
-class Reduce:
+class Reduce(_Statement):
     """`refs` are the results' names: one, or (mean, m2) for welford, (position,) for argmax."""
 
     refs: tuple[str, ...]
@@ -53,7 +62,7 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class Scan:
+class Scan(_Statement):
     """Inclusive scan; two refs (best, position) for the arg kinds."""
 
     refs: tuple[str, ...]
@@ -63,7 +72,7 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Store:
+class Store(_Statement):
     buffer: str
     index: Index
     value: Expr
@@ -111,10 +120,7 @@ class Kernel:
 
 def expressions(s: Statement) -> list[Expr]:
     """Every expression of a statement, those of a position found at run time included."""
-    roots = [s.value]
-    if isinstance(s, Store):
-        roots += [a.payload for a in ix.atoms(s.index) if isinstance(a, ix.Opaque)]
-    return walk(*roots)
+    return s.expressions
 
 
 def accessed(body: Iterable[Statement]) -> list[Index]:

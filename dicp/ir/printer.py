@@ -10,6 +10,7 @@ return  ::= "  return " args
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable
@@ -60,8 +61,12 @@ def op_name(target: object) -> str:
 
 def user_line(node: Node) -> tuple[str, int, str] | None:
     """(file, line number, source text) of the innermost frame outside torch that made the node."""
-    lines = (node.meta.get("stack_trace") or "").splitlines()
-    found = None
+    return _innermost_line(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(256)  # the calls that one line of a model makes have one trace, in every layer
+def _innermost_line(trace: str) -> tuple[str, int, str] | None:
+    lines, found = trace.splitlines(), None
     for i, text in enumerate(lines):
         frame = _FRAME.match(text)
         if frame is None or "/torch/" in frame["file"]:

@@ -15,6 +15,7 @@ from dicp.ir.verify import insert, same_meta
 from dicp.passes.facts import (
     aten,
     base_of,
+    erase_dead,
     is_contiguous,
     is_plain_cast,
     is_pure,
@@ -65,7 +66,7 @@ def canonicalize(gm: GraphModule) -> GraphModule:
             _replace(graph, node, found, outputs, escaping)
             node = found
     _merge_equal_calls(graph)
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or not is_pure(n))
+    erase_dead(graph)
     return gm
 
 

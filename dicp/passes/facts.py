@@ -118,6 +118,14 @@ def is_pure(node: Node) -> bool:
     return getattr(target, "__module__", "") in ("_operator", "math") or target in _SYMBOLIC_FUNCTIONS
 
 
+def erase_dead(graph: Graph) -> None:
+    """Erase the calls whose results nobody uses and nobody would miss. Graph.eliminate_dead_code would check
+    the whole graph before, which takes as long as a rewrite."""
+    for node in reversed(graph.nodes):
+        if not node.users and is_pure(node):
+            graph.erase_node(node)
+
+
 _SYMBOLIC_FUNCTIONS = {
     torch.sym_max,
     torch.sym_min,

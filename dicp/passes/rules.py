@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ir.verify import insert
-from dicp.passes.facts import aten, is_plain_cast, is_pure, same_dtype, same_shape, value_of
+from dicp.passes.facts import aten, erase_dead, is_plain_cast, same_dtype, same_shape, value_of
 from dicp.passes.matcher import Match, Pat, both_ways, either, match, op, targets_of, var
 
 
@@ -73,7 +73,7 @@ def replace(node: Node, new: Node) -> None:
 
 def finish(gm: GraphModule) -> GraphModule:
     """Erase what the rewrites left without a user."""
-    gm.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or not is_pure(n))
+    erase_dead(gm.graph)
     return gm
 
 

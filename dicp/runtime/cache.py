@@ -126,20 +126,40 @@ class Store:
                 _warn_once(f"cache {self.root} cannot be written ({e.strerror}); using a temporary folder")
         raise AssertionError("unreachable: the private home either returns or raises")
 
+    def reserve(self, key: Key) -> Reservation | None:
+        """The right to build an entry beside other work; None where it is another's, or this place cannot be
+        written: then `get_or_build` is the way."""
+        home = self.folder()
+        if home is None:
+            return None
+        with contextlib.ExitStack() as held:
+            try:
+                _make_folders(home)
+                held.enter_context(self._locked(home / "lock" / key.digest, wait_s=None))
+                scratch = held.enter_context(_scratch(home / "tmp"))
+            except OSError:
+                return None
+            return Reservation(self, key, home, scratch, held.pop_all())
+
     def _build_under(self, home: Path, key: Key, build: Callable[[Path], None], label: str) -> Path:
-        for sub in ("entries", "lock", "tmp"):
-            (home / sub).mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folders(home)
         final = home / "entries" / key.digest
-        with self._locked(home / "lock" / key.digest):
+        with self._locked(home / "lock" / key.digest, self.lock_wait_s):
             if self._sound(final, home):  # built by another between our look-up and our lock
                 self._count("hits")
                 return final
             with _scratch(home / "tmp") as scratch:
                 build(scratch)
-                seal(scratch, key, label)
-                self._count("builds")
-                size = _size(scratch)
-                self._publish(scratch, final, home)
+                self._enter(scratch, key, label, home)
+        return final
+
+    def _enter(self, scratch: Path, key: Key, label: str, home: Path) -> Path:
+        """Make an entry of a filled folder."""
+        final = home / "entries" / key.digest
+        seal(scratch, key, label)
+        self._count("builds")
+        size = _size(scratch)
+        self._publish(scratch, final, home)
         self._trim(home, size, keep=key.digest)
         return final
 
@@ -229,12 +249,12 @@ class Store:
     # -- locks
 
     @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """Hold the per-key lock.
+    def _locked(self, path: Path, wait_s: float | None) -> Iterator[None]:
+        """Hold the per-key lock. wait_s: None raises OSError where another holds it.
 
-        After `lock_wait_s` goes on without: a second build of the same thing is wasteful, never wrong.
+        After `wait_s` goes on without: a second build of the same thing is wasteful, never wrong.
         """
-        deadline = time.monotonic() + self.lock_wait_s
+        deadline = time.monotonic() + (wait_s or 0.0)
         pause, waited, fd = 0.001, False, None
         try:
             while fd is None:
@@ -248,12 +268,14 @@ class Store:
                         raise
                     os.close(fd)
                     fd = None
+                    if wait_s is None:
+                        raise
                     if not waited:
                         waited = True
                         self._count("waits")
                     if time.monotonic() > deadline:
                         log.warning(
-                            "waited %.0f s for another process's build; going on alone", self.lock_wait_s
+                            "waited %.0f s for another process's build; going on alone", wait_s
                         )
                         break
                     time.sleep(pause)
@@ -408,6 +430,30 @@ def _check_private(folder: Path) -> None:
             "code in it would run as you",
             todo=f"chmod 700 {folder}, or set DICP_CACHE_DIR to a folder only you can write",
         )
+
+
+@dataclasses.dataclass
+class Reservation:
+    """An entry that this process alone builds, in `folder`, until it is published or released."""
+
+    store: Store
+    key: Key
+    home: Path
+    folder: Path
+    held: contextlib.ExitStack
+
+    def publish(self, label: str = "") -> Path:
+        """Make an entry of what is in the folder now. Raises OSError, CacheError."""
+        with self.held:
+            return self.store._enter(self.folder, self.key, label, self.home)
+
+    def release(self) -> None:
+        self.held.close()
+
+
+def _make_folders(home: Path) -> None:
+    for sub in ("entries", "lock", "tmp"):
+        (home / sub).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager

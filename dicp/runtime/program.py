@@ -48,6 +48,7 @@ class Program:
     plan: Plan
     steps: list[Segment | Call] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)  # generated, by file name
+    begun: Any = None  # what the vendor began to build before there was a program (vendor.base.Begins)
     build_stats: Any = None
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owned: Set[str] = frozenset()  # inputs that nobody else holds

@@ -132,8 +132,7 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
         return Expr("load", (name, buffer.flat(idx)), ex.compute_dtype(buffer.dtype))
 
     def resolve(e: Expr, m: Member) -> Expr:
-        mapped = ex.rewrite((e,), lambda x: None, lambda i: ix.substitute(i, m.mapping))[0]
-        return ex.rewrite((mapped,), read)[0]
+        return ex.rewrite((e,), read, lambda i: ix.substitute(i, m.mapping))[0]
 
     for m in group.members:
         d = m.definition

@@ -77,12 +77,19 @@ def stacked(placed: Iterable[Placed], nbytes: Mapping[str, Index]) -> Stack:
     below: list[Placed] = []
     for p in sorted(placed, key=lambda p: p.offset):  # stable: of equal offsets one has no bytes
         under = [o for o in below if o.life.overlaps(p.life)]
-        stack.offset[p.life.name] = stack.highest(
-            stack.offset[o.life.name] + nbytes[o.life.name] for o in _directly(under)
-        )
+        stack.offset[p.life.name] = _above(under, stack, nbytes)
         below.append(p)
-    stack.size = stack.highest(stack.offset[o.life.name] + nbytes[o.life.name] for o in _directly(below))
+    stack.size = _above(below, stack, nbytes)
     return stack
+
+
+def _above(under: list[Placed], stack: Stack, nbytes: Mapping[str, Index]) -> Index:
+    """Where the highest of them ends. Of numbers the largest is found sooner than what lies on what."""
+    ends = {o.life.name: stack.offset[o.life.name] + nbytes[o.life.name] for o in under}
+    numbers = [e for e in ends.values() if isinstance(e, int)]
+    if len(numbers) == len(ends):
+        return max(numbers, default=0)
+    return stack.highest(ends[o.life.name] for o in _directly(under))
 
 
 def _directly(under: list[Placed]) -> list[Placed]:

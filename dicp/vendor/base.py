@@ -7,6 +7,7 @@ vendor* hands whole graphs, or the parts it supports, to a toolchain of its own 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -160,6 +161,14 @@ class Loads(Protocol):
         A graph vendor mostly returns `artifact.function({})`. Checksum, torch, dicp and machine have been
         checked. Raises CacheError where this device cannot run it, which counts as a miss.
         """
+
+
+class Begins(Protocol):
+    """What a kernel vendor has besides, where some of its build needs neither kernels nor a memory plan."""
+
+    def begin(self, lowered: Any, config: Any) -> AbstractContextManager[Any]:
+        """Start building what calls (`lowered.defs`) need. `assemble` gets what this gives as
+        `program.begun`, before it is left; what is wrong with the build is for `assemble` to raise."""
 
 
 class Offers(Protocol):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from dicp.config import Config
-from dicp.vendor.cpu_graph import build as cpu_build
-from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
+from dicp.vendor.cpu_graph import launching
+from dicp.vendor.cpu_graph.build import Library, Unit, build
+from dicp.vendor.cpu_graph.launching import bind, get_launcher
 
 SOURCE = r"""
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -47,10 +48,10 @@ def config(folder: Path) -> Config:
 @pytest.fixture(params=["native", "ctypes"])
 def calls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, Bind]:
     if request.param == "ctypes":
-        return cpu_build._ctypes_launch, cpu_build._ctypes_bind
+        return launching._ctypes_launch, launching._ctypes_bind
     settings = config(tmp_path_factory.getbasetemp())
     launch = get_launcher(settings)
-    assert launch is not cpu_build._ctypes_launch, "the native launcher did not build"
+    assert launch is not launching._ctypes_launch, "the native launcher did not build"
     return launch, lambda fn, n: bind(fn, n, settings)
 
 
@@ -143,14 +144,14 @@ def test_no_references_leak(library: Library, tmp_path_factory: pytest.TempPathF
 def test_falls_back_to_ctypes(
     lack: str, library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cpu_build._launching.cache_clear()
+    launching._launching.cache_clear()
     if lack == "headers":
-        monkeypatch.setattr(cpu_build.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+        monkeypatch.setattr(launching.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     else:
         monkeypatch.setenv("DICP_CXX", "no-such-compiler")
     with caplog.at_level(logging.INFO, logger="dicp.build"):
-        assert get_launcher() is cpu_build._ctypes_launch
+        assert get_launcher() is launching._ctypes_launch
         assert get_launcher()(library.address("weigh3"), 1, 2, 3) == 321
         assert bind(library.address("weigh3"), 3)(1, 2, 3) == 321
     assert sum("no native launcher" in r.message for r in caplog.records) == 1
-    cpu_build._launching.cache_clear()
+    launching._launching.cache_clear()

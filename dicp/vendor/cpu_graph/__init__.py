@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -112,6 +113,12 @@ class CpuGraph:
         parts = (sorted(toolchain.environment_parts().items()), toolchain.flags(config, compiler).code)
         has = [[multiplies(dtype) for dtype in LOW], [available(dtype) for dtype in FLOATS]]
         return repr((*parts, compiler, cpu_maker(), has))
+
+    def begin(self, lowered: Any, config: Any) -> AbstractContextManager[Any]:
+        """Compile templates while the core schedules kernels and plans memory."""
+        from dicp.vendor.cpu_graph.assemble import begin
+
+        return begin(lowered, config)
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cpu_graph.assemble import assemble

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dicp.runtime.failure import check_failure
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import NativeSegment, Runner
+from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.kernels import Launch
+from dicp.schedule.memory import Plan
 from dicp.vendor.cpu_graph import codegen, toolchain
-from dicp.vendor.cpu_graph.build import Library, Unit, bind, build, get_launcher
+from dicp.vendor.cpu_graph.build import Build, Library, Unit
+from dicp.vendor.cpu_graph.launching import bind, get_launcher
 from dicp.vendor.cpu_graph.saved import save
 from dicp.vendor.cpu_graph.segment import SegmentWriter, unit_source
 from dicp.vendor.cpu_graph.sharing import Emitted, share
@@ -20,6 +24,32 @@ from dicp.vendor.cpu_graph.timing import report_at_exit
 
 # A compiler's start costs as much as compiling three or four kernels: few units, but enough to share out.
 UNITS, LEAST, MOST = 4, 4, 16
+
+
+@contextlib.contextmanager
+def begin(lowered: Lowered, config: Any) -> Iterator[Build]:
+    """A build that compiles the templates of the calls, which need no memory plan, while the core makes that.
+    What still runs when it is left is killed."""
+    calls = [d for d in lowered.defs if isinstance(d, Call) and d.claim is not None]
+    launcher = threading.Thread(target=get_launcher, args=(config,))  # once per machine: beside the kernels
+    launcher.start()
+    try:
+        with Build(config) as build:
+            build.begin(_units(_templates(calls)))
+            yield build
+    finally:
+        launcher.join()
+
+
+def _templates(calls: Sequence[Call]) -> dict[str, str]:
+    """Sources by function of the templates that calls are of, whatever their memory will be."""
+    writer = SegmentWriter("unplanned", Plan(), {}, ())
+    writer.write(calls)
+    return writer.templates
+
+
+def _units(templates: Mapping[str, str]) -> list[Unit]:
+    return [Unit(name, text) for name, text in templates.items()]
 
 
 def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
@@ -33,18 +63,16 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     ]
     n_checks = len(program.lowered.checks)
     templates = {name: text for _, writer in writers for name, text in writer.templates.items()}
-    units = [Unit(name, text) for name, text in templates.items()] + units  # those that take longest first
+    units = _units(templates) + units
     if writers:
         lines = tuple(dict.fromkeys(line for step, _ in writers for line in _lines(step)))
         source = unit_source([writer for _, writer in writers], n_checks)
         units.append(Unit(f"{program.name}_segments", source, lines, optimise=False))
     program.sources = {f"{u.name}.cpp": u.source for u in units}
-    launcher = threading.Thread(target=get_launcher, args=(config,))  # once per machine: beside the kernels
-    launcher.start()
-    try:
-        library = build(units, config)
-    finally:
-        launcher.join()
+    with contextlib.nullcontext(program.begun) if program.begun else begin(program.lowered, config) as build:
+        build.submit([u for u in units if u.name in templates])  # those that take longest first
+        build.submit([u for u in units if not u.optimise])
+        library = build.finish(units)
     natives = {step.number: _native(writer, library, program, units[-1], config) for step, writer in writers}
     runner = Runner(program, natives)
     call = runner.function()

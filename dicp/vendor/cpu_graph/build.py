@@ -14,9 +14,6 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
-import functools
-import importlib.machinery
-import importlib.util
 import logging
 import os
 import select
@@ -24,16 +21,15 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from dicp.config import Config
 from dicp.errors import BuildError, DicpError, NoCompileError
-from dicp.runtime.cache import Store, open_store
+from dicp.runtime.cache import Reservation, Store, open_store
 from dicp.runtime.entry import Key, content_hash
 from dicp.runtime.workers import worker_count
 from dicp.vendor.cpu_graph import toolchain
@@ -42,6 +38,7 @@ from dicp.vendor.cpu_graph.toolchain import Flags, Toolchain
 log = logging.getLogger("dicp.build")
 
 SOURCE, LIBRARY = "unit.cpp", "unit.so"
+LOG, DONE = "log", "done"  # in a folder while its unit is compiled
 _MESSAGE_LINES = 30
 _ROOM = 1 << 20  # bytes a build needs at the least
 _CRASHED = "internal compiler error"
@@ -99,42 +96,136 @@ def build(units: Sequence[Unit], config: Config) -> Library:
 
     Raises BuildError, ToolchainError (a compiler is needed and none is there), NoCompileError.
     """
-    start = time.perf_counter()
-    store = open_store(config)
-    tools, reason = toolchain.find(config, store.folder())
-    compilers = _compilers(tools, store)
-    distinct = {unit.source: unit for unit in reversed(units)}
-    distinct = dict(reversed(distinct.items()))
-    variants = {
-        optimise: [(identity, toolchain.flags(config, identity, optimise)) for identity in compilers]
-        for optimise in (True, False)
-    }
-    plans = [_plan(unit, variants[unit.optimise]) for unit in distinct.values()]
-    folders = {plan.unit.source: found for plan in plans if (found := _cached(plan, store)) is not None}
-    hits = len(folders)
-    todo = [plan for plan in plans if plan.unit.source not in folders]
-    if todo:
-        if config.no_compile:
-            names = ", ".join(plan.unit.name for plan in todo)
+    with Build(config) as running:
+        return running.finish(units)
+
+
+class Build:
+    """A build that may begin with some of its units. What still runs when it is left is killed."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.store = config, open_store(config)
+        self.tools, self.reason = toolchain.find(config, self.store.folder())
+        identities = compilers(self.tools, self.store)
+        self.variants = {
+            optimise: [(identity, toolchain.flags(config, identity, optimise)) for identity in identities]
+            for optimise in (True, False)
+        }
+        self.workers = worker_count(override=config.workers)
+        # one worker takes a thread too: there no KeyboardInterrupt falls between starting a process and
+        # noting it
+        self.pool = futures.ThreadPoolExecutor(self.workers, thread_name_prefix="dicp-build")
+        self.jobs = Jobs()
+        self.plans: dict[str, _Plan] = {}  # by source, as the next
+        self.found: dict[str, Path] = {}
+        self.taken: set[str] = set()  # sources that a queue or a future is about
+        self.queues: list[_Queue] = []  # begun, and not collected yet
+        self.running: list[futures.Future[dict[str, Path]]] = []
+
+    def __enter__(self) -> Build:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.jobs.stop()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        for queue in self.queues:
+            queue.release()
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Start compiling those that the cache lacks, for a caller with other work at hand: compilers follow
+        one another without this process, whose threads would get the interpreter every 5 ms and need it some
+        50 times between two. What goes wrong, `finish` does again, and says."""
+        tools = self.tools
+        if tools is None:
+            return
+        tried = [(plan, self.store.reserve(plan.keys[0])) for plan in self._lacking(units)]
+        reserved = [(plan, entry) for plan, entry in tried if entry is not None]
+        for k in range(min(self.workers, len(reserved))):
+            queue = _Queue(reserved[k :: self.workers])
+            self.queues.append(queue)
+            self.taken.update(plan.unit.source for plan, _ in queue.entries)
+            self.pool.submit(queue.start, tools, self.jobs).result()
+
+    def submit(self, units: Sequence[Unit]) -> None:
+        """Compile those that the cache lacks, in this order, after what has begun."""
+        self.running += [self.pool.submit(self._collect, queue) for queue in self.queues]
+        self.queues = []
+        for plan in self._lacking(units):
+            self.taken.add(plan.unit.source)
+            self.running.append(self.pool.submit(self._compile, plan))
+
+    def finish(self, units: Sequence[Unit]) -> Library:
+        """Compile the rest and load these units; the first failure stops the others. Raises as `build`."""
+        start = time.perf_counter()
+        self.submit(units)
+        missing = [self.plans[u.source] for u in units if u.source not in {*self.found, *self.taken}]
+        if missing:
+            self._refuse(missing)
+        folders = dict(self.found)
+        for done in futures.as_completed(self.running):
+            folders |= done.result()
+        loaded = {u.source: self._load(self.plans[u.source], folders[u.source]) for u in units}
+        compiled = len(loaded.keys() - self.found.keys())
+        log.debug("compiled %d units", compiled)
+        stats = BuildStats(len(loaded) - compiled, compiled, time.perf_counter() - start)
+        return Library(
+            tuple((unit, loaded[unit.source]) for unit in units),
+            tuple(folders[unit.source] for unit in units),
+            stats,
+        )
+
+    def _lacking(self, units: Sequence[Unit]) -> list[_Plan]:
+        """Of the distinct units that are neither found nor taken; none where nothing may be compiled."""
+        for unit in units:
+            if unit.source not in self.plans:
+                plan = self.plans[unit.source] = _plan(unit, self.variants[unit.optimise])
+                if (found := _cached(plan, self.store)) is not None:
+                    self.found[unit.source] = found
+        if self.tools is None or self.config.no_compile:
+            return []
+        sources = dict.fromkeys(unit.source for unit in units)
+        return [self.plans[x] for x in sources if x not in self.found and x not in self.taken]
+
+    def _compile(self, plan: _Plan) -> dict[str, Path]:
+        assert self.tools is not None
+        return {plan.unit.source: _compile(plan, self.tools, self.config, self.store, self.jobs)}
+
+    def _collect(self, queue: _Queue) -> dict[str, Path]:
+        """Enter what a queue made in the cache, and compile what it could not."""
+        try:
+            queue.wait(self.config.compile_timeout_s, self.jobs)
+            out: dict[str, Path] = {}
+            for plan, entry in queue.entries:
+                folder = _published(plan, entry)
+                out |= self._compile(plan) if folder is None else {plan.unit.source: folder}
+            return out
+        finally:
+            queue.release()
+
+    def _refuse(self, missing: Sequence[_Plan]) -> None:
+        if self.config.no_compile:
+            names = ", ".join(plan.unit.name for plan in missing)
             raise NoCompileError(
-                f"{len(todo)} kernels are not in the cache and no_compile is set: {names}",
-                where=todo[0].unit.user_lines,
+                f"{len(missing)} kernels are not in the cache and no_compile is set: {names}",
+                where=missing[0].unit.user_lines,
                 todo="warm the cache with the same sizes, options and versions, or unset no_compile",
             )
-        if tools is None:
-            raise toolchain.missing(reason)
-        before = store.stats.builds
-        folders |= _compile_all(todo, tools, config, store)
-        log.debug("compiled %d units, %d by this process", len(todo), store.stats.builds - before)
-    loaded = {
-        plan.unit.source: _load(plan, folders[plan.unit.source], tools, config, store) for plan in plans
-    }
-    stats = BuildStats(hits, len(todo), time.perf_counter() - start)
-    return Library(
-        tuple((unit, loaded[unit.source]) for unit in units),
-        tuple(folders[unit.source] for unit in units),
-        stats,
-    )
+        raise toolchain.missing(self.reason)
+
+    def _load(self, plan: _Plan, folder: Path) -> ctypes.CDLL:
+        """Load a unit; once more from a fresh build when another process evicted it in between."""
+        path = folder / LIBRARY
+        try:
+            return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as e:
+            if path.exists() or self.tools is None or self.config.no_compile:
+                raise BuildError(
+                    f"cannot load {plan.unit.name}: {e}",
+                    source=str(folder / SOURCE),
+                    where=plan.unit.user_lines,
+                ) from e
+        folder = self.pool.submit(self._compile, plan).result()[plan.unit.source]
+        return ctypes.CDLL(str(folder / LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +252,7 @@ def _plan(unit: Unit, variants: Sequence[tuple[str, Flags]]) -> _Plan:
     return _Plan(unit, tuple(keys), tuple(flags for _, flags in variants))
 
 
-def _compilers(tools: Toolchain | None, store: Store) -> list[str]:
+def compilers(tools: Toolchain | None, store: Store) -> list[str]:
     """Identities to look under: the compiler's, or all that built what the cache holds."""
     return [tools.identity] if tools else store.part_values("compiler")
 
@@ -170,7 +261,7 @@ def compiler_identity(config: Config) -> str:
     """The compiler's identity; where there is none, that of the one whose results were used last, or "". """
     store = open_store(config)
     tools, _ = toolchain.find(config, store.folder())
-    return next(iter(_compilers(tools, store)), "")
+    return next(iter(compilers(tools, store)), "")
 
 
 def _cached(plan: _Plan, store: Store) -> Path | None:
@@ -180,51 +271,78 @@ def _cached(plan: _Plan, store: Store) -> Path | None:
 # -- compiling
 
 
-def _compile_all(todo: Sequence[_Plan], tools: Toolchain, config: Config, store: Store) -> dict[str, Path]:
-    """Folders of the built units by source; the first failure stops the others."""
-    jobs = _Jobs()
-    workers = min(len(todo), worker_count(override=config.workers))
-    # one worker takes a thread too: there no KeyboardInterrupt falls between starting a process and noting it
-    pool = futures.ThreadPoolExecutor(workers, thread_name_prefix="dicp-build")
+def _arguments(plan: _Plan) -> list[str]:
+    """Of the compiler, in the unit's folder."""
+    flags = plan.flags[0]
+    return [*flags.code, f"-I{toolchain.INCLUDE}", SOURCE, "-o", LIBRARY, *flags.link]
+
+
+class _Queue:
+    """Units that one shell compiles one after another, each in its reserved folder."""
+
+    def __init__(self, entries: Sequence[tuple[_Plan, Reservation]]) -> None:
+        self.entries = entries
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, tools: Toolchain, jobs: Jobs) -> None:
+        lines = []
+        with contextlib.suppress(OSError, DicpError):
+            for plan, entry in self.entries:
+                (entry.folder / SOURCE).write_text(plan.unit.source)
+                compiling = shlex.join([*tools.command, *_arguments(plan)])
+                place = shlex.quote(str(entry.folder))
+                lines.append(f"cd {place} && TMPDIR={place} {compiling} >{LOG} 2>&1 && : >{DONE}")
+            with open(os.devnull, "wb") as nowhere:
+                command = ["/bin/sh", "-c", "\n".join(lines)]
+                self.process = jobs.start(command, self.entries[0][1].folder, nowhere)
+
+    def wait(self, timeout: float, jobs: Jobs) -> None:
+        """For each unit so many seconds; what takes longer is killed."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                jobs.wait(self.process, timeout * len(self.entries))
+
+    def release(self) -> None:
+        for _, entry in self.entries:
+            entry.release()
+
+
+def _published(plan: _Plan, entry: Reservation) -> Path | None:
+    """The cache's entry of a unit that a queue compiled; None, and the reservation is released, where it did
+    not or there is no room."""
     try:
-        with jobs.stopping():
-            running = {pool.submit(_compile, plan, tools, config, store, jobs): plan for plan in todo}
-            return {running[done].unit.source: done.result() for done in futures.as_completed(running)}
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        (entry.folder / DONE).unlink()
+        (entry.folder / LOG).unlink()
+        return entry.publish(plan.unit.name)
+    except OSError:
+        entry.release()
+        return None
 
 
-def _compile(plan: _Plan, tools: Toolchain, config: Config, store: Store, jobs: _Jobs) -> Path:
+def _compile(plan: _Plan, tools: Toolchain, config: Config, store: Store, jobs: Jobs) -> Path:
     unit = plan.unit
 
     def fill(folder: Path) -> None:
         (folder / SOURCE).write_text(unit.source)
-        arguments = [
-            *plan.flags[0].code,
-            f"-I{toolchain.INCLUDE}",
-            SOURCE,
-            "-o",
-            LIBRARY,
-            *plan.flags[0].link,
-        ]
+        arguments = _arguments(plan)
         try:
-            _run(tools, arguments, folder, config, store, jobs, unit)
+            run_compiler(tools, arguments, folder, config, store, jobs, unit)
         except BuildError as e:
             if _CRASHED not in e.message:
                 raise
             log.warning("the compiler crashed on %s: trying again with %s", unit.name, _WITHOUT_SLP)
-            _run(tools, [*arguments, _WITHOUT_SLP], folder, config, store, jobs, unit)
+            run_compiler(tools, [*arguments, _WITHOUT_SLP], folder, config, store, jobs, unit)
 
     return store.get_or_build(plan.keys[0], fill, label=unit.name)
 
 
-def _run(
+def run_compiler(
     tools: Toolchain,
     arguments: Sequence[str],
     folder: Path,
     config: Config,
     store: Store,
-    jobs: _Jobs,
+    jobs: Jobs,
     unit: Unit,
 ) -> None:
     """Run the compiler in `folder`; BuildError with its message, the kept source and the user's lines."""
@@ -264,7 +382,7 @@ def _says_full(output: str) -> bool:
     return "No space left on device" in output or "Disk quota exceeded" in output
 
 
-class _Jobs:
+class Jobs:
     """The compiler processes of one build; all of them are killed when the build is left by an exception."""
 
     def __init__(self) -> None:
@@ -274,36 +392,39 @@ class _Jobs:
 
     def run(self, command: Sequence[str], folder: Path, timeout: float) -> tuple[int, str]:
         """Exit status and output; subprocess.TimeoutExpired when the process had to be killed."""
-        # files the compiler makes on the way go beside the result: one place to be full, one to clean up
-        env = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
-        with open(folder / "log", "w+b") as output:
-            with self._mutex:
-                if self._stopped:
-                    raise futures.CancelledError
-                process = _start(command, folder, env, output)
-                self._live.add(process)
-            try:
-                status = _wait(process, timeout)
-            finally:
-                _kill(process)
-                with self._mutex:
-                    self._live.discard(process)
+        with open(folder / LOG, "w+b") as output:
+            status = self.wait(self.start(command, folder, output), timeout)
             output.seek(0)
             text = output.read(1 << 20).decode(errors="replace")
-        os.unlink(folder / "log")
+        os.unlink(folder / LOG)
         return status, text
 
-    @contextlib.contextmanager
-    def stopping(self) -> Iterator[None]:
-        """Kill what still runs when the body is left by an exception."""
+    def start(self, command: Sequence[str], folder: Path, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        """A process in a folder. Raises CancelledError when stopped, OSError, ToolchainError, BuildError."""
+        # files the compiler makes on the way go beside the result: one place to be full, one to clean up
+        env = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
+        with self._mutex:
+            if self._stopped:
+                raise futures.CancelledError
+            process = _start(command, folder, env, output)
+            self._live.add(process)
+        return process
+
+    def wait(self, process: subprocess.Popen[bytes], timeout: float) -> int:
+        """Exit status; subprocess.TimeoutExpired when the process had to be killed."""
         try:
-            yield
-        except BaseException:
+            return _wait(process, timeout)
+        finally:
+            _kill(process)
             with self._mutex:
-                self._stopped = True
-                for process in self._live:
-                    _kill(process)
-            raise
+                self._live.discard(process)
+
+    def stop(self) -> None:
+        """Kill what still runs, and start nothing more."""
+        with self._mutex:
+            self._stopped = True
+            for process in self._live:
+                _kill(process)
 
 
 def _start(
@@ -354,110 +475,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 # -- loading
 
 
-def _load(plan: _Plan, folder: Path, tools: Toolchain | None, config: Config, store: Store) -> ctypes.CDLL:
-    """Load a unit; once more from a fresh build when another process evicted it in between."""
-    path = folder / LIBRARY
-    try:
-        return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-    except OSError as e:
-        if path.exists() or tools is None or config.no_compile:
-            raise BuildError(
-                f"cannot load {plan.unit.name}: {e}", source=str(folder / SOURCE), where=plan.unit.user_lines
-            ) from e
-    folder = _compile_all([plan], tools, config, store)[plan.unit.source]
-    return ctypes.CDLL(str(folder / LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-
-
 def _symbol(loaded: ctypes.CDLL, name: str) -> int | None:
     try:
         return ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value
     except AttributeError:
         return None
-
-
-# -- launching
-
-
-def get_launcher(config: Config | None = None) -> Callable[..., int]:
-    """`launch(fn_address, *ints) -> int`: calls `int64_t fn(const int64_t*)` with the GIL released.
-
-    In C; where that cannot be built (no Python.h, no compiler) the same through ctypes.
-    """
-    return _launching(config or Config.make())[0]
-
-
-def bind(fn_address: int, n: int, config: Config | None = None) -> Callable[..., int]:
-    """`bound(*ints) -> int` for one function of exactly n ints: `launch` with the address baked in."""
-    return _launching(config or Config.make())[1](fn_address, n)
-
-
-@functools.lru_cache(maxsize=8)
-def _launching(config: Config) -> tuple[Callable[..., int], Callable[[int, int], Callable[..., int]]]:
-    try:
-        module = _launcher_module(config)
-    except (DicpError, ImportError) as e:
-        log.info("no native launcher, a call takes about 1 us more: %s", e)
-        return _ctypes_launch, _ctypes_bind
-    return module.launch, module.bind
-
-
-def _launcher_module(config: Config) -> Any:
-    folder = launcher_folder(config)
-    loader = importlib.machinery.ExtensionFileLoader("dicp_launcher", str(folder / LIBRARY))
-    spec = importlib.util.spec_from_loader("dicp_launcher", loader)
-    if spec is None:
-        raise ImportError("no import spec for the launcher")
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-def launcher_folder(config: Config) -> Path:
-    """The launcher's cache entry, built where there is none. Raises DicpError, ImportError."""
-    headers = Path(sysconfig.get_paths()["include"])
-    source = (Path(__file__).parent / "launcher.c").read_text()
-    store = open_store(config)
-    tools, reason = toolchain.find(config, store.folder())
-    code = ("-x", "c", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-    abi = str(sysconfig.get_config_var("SOABI"))
-    keys = [
-        Key.of(source=content_hash(source), flags=" ".join(code), python=abi, compiler=identity)
-        for identity in _compilers(tools, store)
-    ]
-    folder = next((found for key in keys if (found := store.get(key)) is not None), None)
-    if folder is None:
-        if config.no_compile:
-            raise NoCompileError("the launcher is not in the cache and no_compile is set")
-        if tools is None:
-            raise toolchain.missing(reason)
-        if not (headers / "Python.h").is_file():
-            raise ImportError(f"no Python.h in {headers}")
-        compiler = tools
-
-        def fill(scratch: Path) -> None:
-            (scratch / SOURCE).write_text(source)
-            arguments = [*code, f"-I{headers}", SOURCE, "-o", LIBRARY]
-            _run(compiler, arguments, scratch, config, store, _Jobs(), Unit("launcher", source))
-
-        folder = store.get_or_build(keys[0], fill, label="launcher")
-    return folder
-
-
-_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
-
-
-def _ctypes_launch(fn_address: int, *ints: int) -> int:
-    result: int = _PROTOTYPE(fn_address)((ctypes.c_int64 * len(ints))(*ints))
-    return result
-
-
-def _ctypes_bind(fn_address: int, n: int) -> Callable[..., int]:
-    function, array = _PROTOTYPE(fn_address), ctypes.c_int64 * n
-
-    def bound(*ints: int) -> int:
-        if len(ints) != n:
-            raise TypeError(f"expected {n} integers, got {len(ints)}")
-        result: int = function(array(*ints))
-        return result
-
-    return bound

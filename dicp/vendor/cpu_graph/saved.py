@@ -13,7 +13,8 @@ from dicp.errors import CacheError, DicpError
 from dicp.runtime.artifact import Artifact, NotSaveable, SavedUnit
 from dicp.runtime.cache import open_store
 from dicp.vendor.cpu_graph import toolchain
-from dicp.vendor.cpu_graph.build import LIBRARY, bind, launcher_folder
+from dicp.vendor.cpu_graph.build import LIBRARY
+from dicp.vendor.cpu_graph.launching import bind, launcher_folder
 
 if TYPE_CHECKING:  # a process that only loads has no use for what writes code
     from dicp.runtime.runner import Runner
