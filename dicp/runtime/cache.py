@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import functools
 import io
 import logging
@@ -24,23 +23,21 @@ import stat
 import tarfile
 import tempfile
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dicp.config import Config
 from dicp.errors import CacheError
 from dicp.runtime.entry import META, Key, digest_of, fault_of, inspect_entry, parse_meta, read_meta, seal
+from dicp.runtime.folders import locked, mtime, scratch_folder, size_of, sweep, throw_away
 
 log = logging.getLogger("dicp.cache")
 
 FORMAT = "v1"
 LOCK_WAIT_S = 120.0
-_STALE_TMP_S = 60.0
 _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EFBIG}
 _UNWRITABLE |= {errno.ENOENT, errno.EIO, errno.ENAMETOOLONG, errno.EMLINK, errno.ESTALE}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclasses.dataclass
@@ -135,20 +132,20 @@ class Store:
         with contextlib.ExitStack() as held:
             try:
                 _make_folders(home)
-                held.enter_context(self._locked(home / "lock" / key.digest, wait_s=None))
-                scratch = held.enter_context(_scratch(home / "tmp"))
+                held.enter_context(locked(home / "lock" / key.digest, None, self._waited))
+                folder = held.enter_context(scratch_folder(home / "tmp"))
             except OSError:
                 return None
-            return Reservation(self, key, home, scratch, held.pop_all())
+            return Reservation(self, key, home, folder, held.pop_all())
 
     def _build_under(self, home: Path, key: Key, build: Callable[[Path], None], label: str) -> Path:
         _make_folders(home)
         final = home / "entries" / key.digest
-        with self._locked(home / "lock" / key.digest, self.lock_wait_s):
+        with locked(home / "lock" / key.digest, self.lock_wait_s, self._waited):
             if self._sound(final, home):  # built by another between our look-up and our lock
                 self._count("hits")
                 return final
-            with _scratch(home / "tmp") as scratch:
+            with scratch_folder(home / "tmp") as scratch:
                 build(scratch)
                 self._enter(scratch, key, label, home)
         return final
@@ -158,7 +155,7 @@ class Store:
         final = home / "entries" / key.digest
         seal(scratch, key, label)
         self._count("builds")
-        size = _size(scratch)
+        size = size_of(scratch)
         self._publish(scratch, final, home)
         self._trim(home, size, keep=key.digest)
         return final
@@ -221,7 +218,7 @@ class Store:
                 base.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path = base / name
                 path.write_text(text)
-                kept = sorted(base.iterdir(), key=_mtime)
+                kept = sorted(base.iterdir(), key=mtime)
                 for old in kept[:-32]:
                     old.unlink(missing_ok=True)
                 return path
@@ -239,58 +236,15 @@ class Store:
         if fault != "absent":
             log.info("cache entry %s is damaged (%s): rebuilding", folder.name, fault)
             self._count("repaired")
-            _throw_away(folder, home / "tmp")
+            throw_away(folder, home / "tmp")
         return False
 
     def _count(self, name: str) -> None:
         with self._mutex:
             setattr(self.stats, name, getattr(self.stats, name) + 1)
 
-    # -- locks
-
-    @contextlib.contextmanager
-    def _locked(self, path: Path, wait_s: float | None) -> Iterator[None]:
-        """Hold the per-key lock. wait_s: None raises OSError where another holds it.
-
-        After `wait_s` goes on without: a second build of the same thing is wasteful, never wrong.
-        """
-        deadline = time.monotonic() + (wait_s or 0.0)
-        pause, waited, fd = 0.001, False, None
-        try:
-            while fd is None:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as e:
-                    if e.errno in _NO_LOCKS:
-                        break
-                    if e.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
-                        raise
-                    os.close(fd)
-                    fd = None
-                    if wait_s is None:
-                        raise
-                    if not waited:
-                        waited = True
-                        self._count("waits")
-                    if time.monotonic() > deadline:
-                        log.warning(
-                            "waited %.0f s for another process's build; going on alone", wait_s
-                        )
-                        break
-                    time.sleep(pause)
-                    pause = min(pause * 1.5, 0.025)
-                    continue
-                if not _is_at(fd, path):  # its former holder unlinked it: this inode locks nothing now
-                    os.close(fd)
-                    fd = None
-            yield
-        finally:
-            if fd is not None:
-                with contextlib.suppress(OSError):
-                    if _is_at(fd, path):
-                        os.unlink(path)
-                os.close(fd)
+    def _waited(self) -> None:
+        self._count("waits")
 
     # -- size
 
@@ -299,7 +253,7 @@ class Store:
         found = [
             e for home in self._homes() if (home / "entries").is_dir() for e in (home / "entries").iterdir()
         ]
-        return sorted(found, key=_mtime)
+        return sorted(found, key=mtime)
 
     def part_values(self, part: str) -> list[str]:
         """Values one key part has among the entries, latest used first."""
@@ -317,16 +271,16 @@ class Store:
             self._size = self._evict(home, keep)
 
     def _evict(self, home: Path, keep: str) -> int:
-        _sweep(home / "tmp")
-        sizes = {e: _size(e) for e in (home / "entries").iterdir()}
+        sweep(home / "tmp")
+        sizes = {e: size_of(e) for e in (home / "entries").iterdir()}
         total = sum(sizes.values())
         if total <= self.limit_bytes:
             return total
-        for entry in sorted(sizes, key=_mtime):
+        for entry in sorted(sizes, key=mtime):
             if total <= self.limit_bytes * 8 // 10:
                 break
             if entry.name != keep:
-                _throw_away(entry, home / "tmp")
+                throw_away(entry, home / "tmp")
                 self._count("evicted")
                 total -= sizes[entry]
         return total
@@ -340,16 +294,16 @@ class Store:
             fault = inspect_entry(entry)
             if fault is not None and fault != "absent":
                 bad[entry.name] = fault
-                _throw_away(entry, entry.parent.parent / "tmp")
+                throw_away(entry, entry.parent.parent / "tmp")
         return bad
 
     def clear(self) -> int:
         """Remove every entry; the number removed."""
         gone = self.entries()
         for entry in gone:
-            _throw_away(entry, entry.parent.parent / "tmp")
+            throw_away(entry, entry.parent.parent / "tmp")
         for home in self._homes():
-            _sweep(home / "tmp")
+            sweep(home / "tmp")
             shutil.rmtree(home / "failed", ignore_errors=True)
         self._size = None
         return len(gone)
@@ -454,69 +408,6 @@ class Reservation:
 def _make_folders(home: Path) -> None:
     for sub in ("entries", "lock", "tmp"):
         (home / sub).mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-@contextlib.contextmanager
-def _scratch(tmp: Path) -> Iterator[Path]:
-    """A fresh folder under `tmp`, locked while in use so that others can tell it from a dead one's."""
-    folder = Path(tempfile.mkdtemp(prefix="b-", dir=tmp))
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield folder
-    finally:
-        os.close(fd)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _throw_away(folder: Path, tmp: Path) -> None:
-    """Remove an entry in one step (rename), then its files; losing a race to another remover is fine."""
-    with contextlib.suppress(OSError):
-        tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
-        grave = Path(tempfile.mkdtemp(prefix="d-", dir=tmp))
-        with contextlib.suppress(OSError):
-            os.rename(folder, grave / "x")
-        shutil.rmtree(grave, ignore_errors=True)
-
-
-def _sweep(tmp: Path) -> None:
-    """Remove scratch folders whose process died: nobody holds their lock."""
-    if not tmp.is_dir():
-        return
-    for folder in tmp.iterdir():
-        # the age covers the moment between mkdir and flock; a jumping clock can only delay the sweep
-        if abs(time.time() - _mtime(folder)) < _STALE_TMP_S:
-            continue
-        with contextlib.suppress(OSError):
-            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(fd)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open file is still the one its path names."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except OSError:
-        return False
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _size(folder: Path) -> int:
-    try:
-        return sum(f.stat().st_size for f in folder.iterdir()) if folder.is_dir() else folder.stat().st_size
-    except OSError:
-        return 0
 
 
 def _remove_if_mine(folder: Path, pid: int) -> None:

@@ -495,6 +495,33 @@ def test_a_late_publisher_finds_the_entry_there(store: Store) -> None:
     assert (entry / "unit.so").read_bytes() == b"first"
 
 
+def test_a_reserved_entry_is_built_beside_other_work(store: Store) -> None:
+    entry = store.reserve(KEY)
+    assert entry is not None
+    assert store.reserve(KEY) is None and Store(store.root).reserve(KEY) is None
+    (entry.folder / "unit.so").write_bytes(b"mine")
+    assert store.get(KEY) is None
+    published = entry.publish("label")
+    assert store.get(KEY) == published and (published / "unit.so").read_bytes() == b"mine"
+    assert store.stats.builds == 1 and list((store.root / "v1" / "tmp").iterdir()) == []
+
+
+def test_a_released_reservation_leaves_the_build_to_others(store: Store) -> None:
+    entry = store.reserve(KEY)
+    assert entry is not None
+    (entry.folder / "unit.so").write_bytes(b"half")
+    entry.release()
+    start = time.monotonic()
+    built = Store(store.root).get_or_build(KEY, writer(b"whole"))
+    assert (built / "unit.so").read_bytes() == b"whole" and time.monotonic() - start < 5
+    assert [f.name for f in (store.root / "v1" / "tmp").iterdir()] == []
+
+
+def test_where_nothing_can_be_written_nothing_is_reserved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert Store(tmp_path / "file" / "c").reserve(KEY) is None
+
+
 def test_leftovers_of_the_dead_are_swept(store: Store) -> None:
     store.get_or_build(KEY, writer())
     dead = store.root / "v1" / "tmp" / "b-dead"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -22,7 +23,7 @@ from dicp.config import Config
 from dicp.errors import BuildError, NoCompileError, OptionError, ToolchainError
 from dicp.runtime import cache
 from dicp.vendor.cpu_graph import toolchain
-from dicp.vendor.cpu_graph.build import Library, Unit, build
+from dicp.vendor.cpu_graph.build import Build, Library, Unit, build
 
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 ROOT = Path(__file__).parents[2]
@@ -510,3 +511,98 @@ def test_kill_during_compiles(tmp_path: Path) -> None:
             library = build([unit(f"k{j}", j) for j in range(3)], Config.make(None, {"cache_dir": str(root)}))
             assert [call(library, f"k{j}") for j in range(3)] == [0, 1, 2]
             shutil.rmtree(root)
+
+
+# -- builds that begin with some of their units
+
+
+def logging_compiler(tmp_path: Path, before: str = "") -> Config:
+    """Notes each compile in tmp_path/log."""
+    cxx = compiler_script(
+        tmp_path / "noting", f'head -n 1 unit.cpp >>{tmp_path}/log\n{before}\nexec {GXX} "$@"'
+    )
+    return Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx, "workers": 2})
+
+
+def compiles(tmp_path: Path) -> list[str]:
+    return sorted(line.removeprefix("// ") for line in (tmp_path / "log").read_text().splitlines())
+
+
+def test_what_has_begun_is_compiled_once(tmp_path: Path) -> None:
+    settings = logging_compiler(tmp_path)
+    units = [unit(name, k) for k, name in enumerate("abcde")]
+    with Build(settings) as running:
+        running.begin(units[:3])
+        running.begin(units[1:4])
+        library = running.finish(units)
+    assert [call(library, name) for name in "abcde"] == [0, 1, 2, 3, 4]
+    assert (library.stats.hits, library.stats.compiled) == (0, 5)
+    assert compiles(tmp_path) == list("abcde")
+    with Build(settings) as running:
+        running.begin(units[:3])
+        assert running.finish(units).stats.hits == 5
+    assert compiles(tmp_path) == list("abcde")
+
+
+def test_what_failed_after_it_had_begun_is_told_at_the_end(tmp_path: Path) -> None:
+    with Build(logging_compiler(tmp_path)) as running:
+        running.begin([unit("bad", 7, "int x = ;"), unit("a", 1), unit("b", 2)])
+        with pytest.raises(BuildError, match=r"failed on bad(.*\n)*.*model.py:7"):
+            running.finish([unit("bad", 7, "int x = ;"), unit("a", 1), unit("b", 2)])
+
+
+def test_a_unit_after_one_that_failed_is_compiled(tmp_path: Path) -> None:
+    settings = Config.make(None, {"cache_dir": str(tmp_path / "c"), "workers": 1})
+    with Build(settings) as running:
+        running.begin([unit("bad", 7, "int x = ;"), unit("a", 1)])
+        library = running.finish([unit("a", 1)])
+    assert call(library, "a") == 1
+
+
+def test_a_compiler_that_crashes_on_what_has_begun_is_asked_again(tmp_path: Path) -> None:
+    settings = logging_compiler(
+        tmp_path, 'case "$*" in *no-tree-slp*) ;; *unit.cpp*) echo "internal compiler error"; exit 1;; esac'
+    )
+    with Build(settings) as running:
+        running.begin([unit("a", 1)])
+        assert call(running.finish([unit("a", 1)]), "a") == 1
+
+
+def test_leaving_a_begun_build_kills_its_compilers(tmp_path: Path) -> None:
+    settings = logging_compiler(tmp_path, f"sleep {NAP}")
+    with pytest.raises(ZeroDivisionError), Build(settings) as running:
+        running.begin([unit("a", 1), unit("b", 2), unit("c", 3)])
+        while not (tmp_path / "log").exists():
+            time.sleep(0.01)
+        raise ZeroDivisionError
+    assert sleepers() == []
+    free = Config.make(None, {"cache_dir": str(tmp_path / "c")})
+    assert call(build([unit("a", 1)], free), "a") == 1  # nothing is reserved any more
+    assert list((tmp_path / "c" / "v1" / "tmp").iterdir()) == []
+
+
+def test_a_compiler_that_hangs_on_what_has_begun_is_killed(tmp_path: Path) -> None:
+    cxx = compiler_script(tmp_path / "hang", f"sleep {NAP}; true")
+    settings = Config.make(None, {"cache_dir": str(tmp_path / "c"), "cxx": cxx, "compile_timeout_s": 1})
+    with Build(settings) as running:
+        running.begin([unit("a", 1)])
+        with pytest.raises(BuildError, match="did not finish a within 1 s"):
+            running.finish([unit("a", 1)])
+    assert sleepers() == []
+
+
+def test_what_another_process_builds_is_not_begun(tmp_path: Path) -> None:
+    settings = logging_compiler(tmp_path, "sleep 1")
+    with Build(settings) as first, Build(settings) as second:
+        first.begin([unit("a", 1)])
+        second.begin([unit("a", 1)])
+        assert not second.queues
+        assert call(first.finish([unit("a", 1)]), "a") == call(second.finish([unit("a", 1)]), "a") == 1
+    assert compiles(tmp_path) == ["a"]
+
+
+def test_nothing_begins_where_nothing_may_be_compiled(config: Config) -> None:
+    with Build(dataclasses.replace(config, no_compile=True)) as running:
+        running.begin([unit("a", 1)])
+        with pytest.raises(NoCompileError, match="1 kernels are not in the cache"):
+            running.finish([unit("a", 1)])

@@ -164,6 +164,9 @@ class Build:
         folders = dict(self.found)
         for done in futures.as_completed(self.running):
             folders |= done.result()
+        failed = [self.plans[u.source] for u in units if u.source not in folders]
+        for done in futures.as_completed([self.pool.submit(self._compile, plan) for plan in failed]):
+            folders |= done.result()
         loaded = {u.source: self._load(self.plans[u.source], folders[u.source]) for u in units}
         compiled = len(loaded.keys() - self.found.keys())
         log.debug("compiled %d units", compiled)
@@ -191,14 +194,11 @@ class Build:
         return {plan.unit.source: _compile(plan, self.tools, self.config, self.store, self.jobs)}
 
     def _collect(self, queue: _Queue) -> dict[str, Path]:
-        """Enter what a queue made in the cache, and compile what it could not."""
+        """Enter what a queue made in the cache."""
         try:
             queue.wait(self.config.compile_timeout_s, self.jobs)
-            out: dict[str, Path] = {}
-            for plan, entry in queue.entries:
-                folder = _published(plan, entry)
-                out |= self._compile(plan) if folder is None else {plan.unit.source: folder}
-            return out
+            tried = {plan.unit.source: _published(plan, entry) for plan, entry in queue.entries}
+            return {source: folder for source, folder in tried.items() if folder is not None}
         finally:
             queue.release()
 
@@ -308,14 +308,13 @@ class _Queue:
 
 
 def _published(plan: _Plan, entry: Reservation) -> Path | None:
-    """The cache's entry of a unit that a queue compiled; None, and the reservation is released, where it did
-    not or there is no room."""
+    """The cache's entry of a unit that a queue compiled; None where it did not or there is no room."""
     try:
+        (entry.folder / LIBRARY).stat()
         (entry.folder / DONE).unlink()
         (entry.folder / LOG).unlink()
         return entry.publish(plan.unit.name)
     except OSError:
-        entry.release()
         return None
 
 
