@@ -54,6 +54,7 @@ def compile_joint(
                 decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
                 partitioned=parts.partitioned,
                 tag=tag,
+                entry="" if shortcut is None else shortcut.entry,
             )
     except compat.trace_again():
         refuse_lost_writes(gm)

@@ -434,11 +434,16 @@ def mod(num: Index, den: Index) -> Index:
     return of(Mod(rest, den))
 
 
-@functools.lru_cache(1 << 12)
 def coefficient(x: Index, var: Var) -> tuple[Index, Index] | None:
     """(c, r) with x = c*var + r and neither c nor r naming var; None when x is not linear in var."""
     if isinstance(x, int):
         return 0, x
+    if any(isinstance(a, Opaque) for a in atoms(x)):  # equal payloads may note other lines of the user's
+        return _coefficient(x, var)
+    return _known_coefficient(x, var)
+
+
+def _coefficient(x: Poly, var: Var) -> tuple[Index, Index] | None:
     coef: dict[Monomial, int] = {}
     rest: dict[Monomial, int] = {}
     for mono, c in x.terms:
@@ -451,6 +456,9 @@ def coefficient(x: Index, var: Var) -> tuple[Index, Index] | None:
         else:
             rest[mono] = c
     return _build(coef), _build(rest)
+
+
+_known_coefficient = functools.lru_cache(1 << 12)(_coefficient)
 
 
 def moves_by_one(x: Index, var: Var) -> bool:

@@ -124,8 +124,8 @@ class Store:
         raise AssertionError("unreachable: the private home either returns or raises")
 
     def reserve(self, key: Key) -> Reservation | None:
-        """The right to build an entry beside other work; None where it is another's, or this place cannot be
-        written: then `get_or_build` is the way."""
+        """The right to build an entry beside other work; None where it is there by now or another's to build,
+        or this place cannot be written: then `get_or_build` is the way."""
         home = self.folder()
         if home is None:
             return None
@@ -133,6 +133,8 @@ class Store:
             try:
                 _make_folders(home)
                 held.enter_context(locked(home / "lock" / key.digest, None, self._waited))
+                if self._sound(home / "entries" / key.digest, home):
+                    return None
                 folder = held.enter_context(scratch_folder(home / "tmp"))
             except OSError:
                 return None

@@ -178,15 +178,16 @@ def test_second_compile_hits(arguments: Any, grad: bool, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_second_compile_needs_no_key_of_torch(
+def test_no_compile_needs_the_key_of_torch(
     grad: bool, arguments: Any, own_torch_caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._functorch._aot_autograd import autograd_cache
 
     if not hasattr(autograd_cache.AOTAutogradCacheDetails, "_init_fx_graph_hash_details"):
         pytest.skip("torch 2.13 and later")
-    run(arguments, grad=grad)
     monkeypatch.setattr(autograd_cache, "autograd_cache_key", None)
+    first = run(arguments, grad=grad)
+    assert not hit(first) and first["saved"] == 1
     found = run(arguments, grad=grad)
     assert hit(found) and found["loaded"] == 1 + grad
     assert not run(arguments, lambda x, w: x @ w + 1)["loaded"]
@@ -200,12 +201,30 @@ def test_shortcut_that_leads_elsewhere_is_not_taken(arguments: Any, own_torch_ca
     texts = [path.read_text() for path in shortcuts]
     for path, text in zip(shortcuts, reversed(texts)):
         path.write_text(text)
-    assert hit(run(arguments)) and hit(run(arguments, other))  # by torch's key, and results are compared
+    assert hit(run(arguments)) and hit(run(arguments, other))  # by the other key, and results are compared
     assert [path.read_text() for path in shortcuts] == texts
     for rubbish in (b"", b"\xff rubbish", b"../" * 20):
         for path in shortcuts:
             path.write_bytes(rubbish)
         assert hit(run(arguments)) and hit(run(arguments, other))
+
+
+def test_what_another_machine_stored_is_found(
+    arguments: Any, own_torch_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._functorch._aot_autograd import autograd_cache
+
+    from dicp.compat import autograd
+
+    if not hasattr(autograd_cache.AOTAutogradCacheDetails, "_init_fx_graph_hash_details"):
+        pytest.skip("torch 2.13 and later")
+    run(arguments)
+    monkeypatch.setattr(autograd, "_torch_files", lambda: "the same sources, written at another time")
+    assert hit(run(arguments)) and hit(run(arguments))
+    assert len(list((own_torch_caches / "dicp").glob("*"))) == 1
+    other = lambda: b"other sources"  # noqa: E731
+    monkeypatch.setattr("torch._inductor.codecache.torch_key", other)
+    assert not hit(run(arguments))
 
 
 def _other(attribute: str) -> Callable[[pytest.MonkeyPatch], dict[str, Any]]:

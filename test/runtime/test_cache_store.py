@@ -504,6 +504,7 @@ def test_a_reserved_entry_is_built_beside_other_work(store: Store) -> None:
     published = entry.publish("label")
     assert store.get(KEY) == published and (published / "unit.so").read_bytes() == b"mine"
     assert store.stats.builds == 1 and list((store.root / "v1" / "tmp").iterdir()) == []
+    assert store.reserve(KEY) is None
 
 
 def test_a_released_reservation_leaves_the_build_to_others(store: Store) -> None:

@@ -591,6 +591,18 @@ def test_a_compiler_that_hangs_on_what_has_begun_is_killed(tmp_path: Path) -> No
     assert sleepers() == []
 
 
+def test_an_uncollected_queue_is_released_with_the_build(tmp_path: Path) -> None:
+    settings = Config.make(None, {"cache_dir": str(tmp_path / "c"), "workers": 1})
+    with Build(settings) as running:
+        running.begin([unit("a", 1)])
+        running.pool.submit(time.sleep, 0.2)
+        running.submit([])  # to be collected after the sleep, and cancelled before
+    store = cache.open_store(settings)
+    entry = store.reserve(running.plans[unit("a", 1).source].keys[0])
+    assert entry is not None
+    entry.release()
+
+
 def test_what_another_process_builds_is_not_begun(tmp_path: Path) -> None:
     settings = logging_compiler(tmp_path, "sleep 1")
     with Build(settings) as first, Build(settings) as second:

@@ -119,7 +119,8 @@ class Build:
         self.plans: dict[str, _Plan] = {}  # by source, as the next
         self.found: dict[str, Path] = {}
         self.taken: set[str] = set()  # sources that a queue or a future is about
-        self.queues: list[_Queue] = []  # begun, and not collected yet
+        self.begun: list[_Queue] = []  # and not collected yet
+        self.queues: list[_Queue] = []  # all of them
         self.running: list[futures.Future[dict[str, Path]]] = []
 
     def __enter__(self) -> Build:
@@ -143,13 +144,14 @@ class Build:
         for k in range(min(self.workers, len(reserved))):
             queue = _Queue(reserved[k :: self.workers])
             self.queues.append(queue)
+            self.begun.append(queue)
             self.taken.update(plan.unit.source for plan, _ in queue.entries)
             self.pool.submit(queue.start, tools, self.jobs).result()
 
     def submit(self, units: Sequence[Unit]) -> None:
         """Compile those that the cache lacks, in this order, after what has begun."""
-        self.running += [self.pool.submit(self._collect, queue) for queue in self.queues]
-        self.queues = []
+        self.running += [self.pool.submit(self._collect, queue) for queue in self.begun]
+        self.begun = []
         for plan in self._lacking(units):
             self.taken.add(plan.unit.source)
             self.running.append(self.pool.submit(self._compile, plan))
