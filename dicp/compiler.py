@@ -182,9 +182,13 @@ def _compile_one(
     """The way from here on, for the graph of one call that is to be measured."""
     plain = dataclasses.replace(config, debug=0, dump=None)
     lowered = lower(gm, vendor, plain, claims)
-    items = build_kernels(fuse(lowered), lowered)
-    program = make_program("candidate", lowered, items, plan_memory(items, lowered))
-    return vendor.assemble(program, plain)  # type: ignore[no-any-return]
+    with _begun(vendor, lowered, plain) as begun:
+        items = build_kernels(fuse(lowered), lowered)
+        program = make_program("candidate", lowered, items, plan_memory(items, lowered))
+        program.begun = begun
+        call = vendor.assemble(program, plain)
+        program.begun = None
+    return call  # type: ignore[no-any-return]
 
 
 def _done(compiled: Compiled, dump: Dump) -> Compiled:

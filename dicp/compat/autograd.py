@@ -176,7 +176,6 @@ class Shortcut:
     def load(self) -> Any:
         """The compiled function, where the cache has it; else None, and `entry` is known."""
         from torch._functorch._aot_autograd import autograd_cache as cache
-        from torch._inductor.codecache import torch_key
 
         if not self.key or not cache.should_use_local_autograd_cache():
             return None
@@ -187,6 +186,8 @@ class Shortcut:
             if self._holds_key(found):
                 return self._bound(found)
         with _caching(self._tag), suppress(Exception):
+            from torch._inductor.codecache import torch_key
+
             self.entry = "adicp" + _hashed(self._graph + torch_key().hex())
             if (found := self._entry(self.entry)) is not None:
                 if self._holds_key(found):
@@ -218,9 +219,9 @@ class Shortcut:
         from torch.compiler._cache import CacheArtifactManager
 
         mark = self.key.encode()
-        for artifact in CacheArtifactManager._new_cache_artifacts.get("aot_autograd", ()):
-            if self.entry and artifact.key == self.entry and mark in artifact.content:
-                self._point()
+        stored = CacheArtifactManager._new_cache_artifacts.get("aot_autograd", ())
+        if self.entry and any(a.key == self.entry and mark in a.content for a in stored):
+            self._point()
 
     def _point(self) -> None:
         with suppress(OSError):  # a cache that cannot be written

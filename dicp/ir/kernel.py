@@ -43,12 +43,14 @@ class Axis:
 
 
 class _Statement:
+    value: Expr
+
     @cached_property
     def expressions(self) -> list[Expr]:
-        roots = [self.value]  # type: ignore[attr-defined]
-        if isinstance(self, Store):
-            roots += [a.payload for a in ix.atoms(self.index) if isinstance(a, ix.Opaque)]
-        return walk(*roots)
+        return walk(*self._roots())
+
+    def _roots(self) -> list[Expr]:
+        return [self.value]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Store(_Statement):
     mode: str = "set"
     unique: bool = True
     note: str | None = field(default=None, compare=False)
+
+    def _roots(self) -> list[Expr]:
+        return [self.value, *(a.payload for a in ix.atoms(self.index) if isinstance(a, ix.Opaque))]
 
 
 Statement = Reduce | Scan | Store

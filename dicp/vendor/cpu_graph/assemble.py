@@ -69,10 +69,10 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
         source = unit_source([writer for _, writer in writers], n_checks)
         units.append(Unit(f"{program.name}_segments", source, lines, optimise=False))
     program.sources = {f"{u.name}.cpp": u.source for u in units}
-    with contextlib.nullcontext(program.begun) if program.begun else begin(program.lowered, config) as build:
-        build.submit([u for u in units if u.name in templates])  # those that take longest first
-        build.submit([u for u in units if not u.optimise])
-        library = build.finish(units)
+    build: Build = program.begun
+    build.submit([u for u in units if u.name in templates])  # those that take longest first
+    build.submit([u for u in units if not u.optimise])
+    library = build.finish(units)
     natives = {step.number: _native(writer, library, program, units[-1], config) for step, writer in writers}
     runner = Runner(program, natives)
     call = runner.function()
