@@ -30,7 +30,7 @@ def refresh_frozen() -> None:
 def release_memory() -> None:
     """Give back the memory that compiled programs keep between calls only to use it again (on the CPU:
     workspaces, and large results that the caller has dropped). Calls that run keep theirs."""
-    for module, pool in (("arena", "ARENA"), ("results", "RESULTS")):
+    for module, pool in (("arena", "ARENA"), ("pool", "POOL")):
         loaded = sys.modules.get(f"dicp.runtime.{module}")
         if loaded is not None:
             getattr(loaded, pool).clear()

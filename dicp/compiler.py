@@ -80,7 +80,8 @@ def compile_graph(
     name = f"graph{next(_numbers)}_{role}"
     mark_frozen(gm, weights or {})
     with Progress(name) as progress:
-        results: ResultMemory = "saved" if role == "forward" else "kept" if config.keep_results else "new"
+        kept: ResultMemory = "saved" if role == "forward" else "kept"
+        results = kept if config.keep_results else "new"
         compiled = _compile(gm, _Job(name, role, vendor, config, progress, results))
     for observer in list(_observers):
         observer(compiled)

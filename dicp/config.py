@@ -83,7 +83,8 @@ class Config:
     )
     keep_results: bool = _option(
         True,
-        "Memory of results of 1 MB and more is kept when the caller drops them, for the next call (CPU).",
+        "Large results, saved activations and temporaries lie in a pool that keeps its pages (CPU); such a "
+        "tensor's storage cannot grow.",
         codegen=True,
     )
     cuda_graphs: bool = _option(False, "Replay the compiled program as a CUDA graph.", codegen=True)

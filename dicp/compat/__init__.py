@@ -360,23 +360,6 @@ def storage_users(t: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined, no-any-return]
 
 
-class StorageHolders:
-    """A tensor's storage, and how many hold it: tensors by torch's count, its Python object by Python's."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, t: torch.Tensor) -> None:
-        self._object = t.untyped_storage()
-
-    def nbytes(self) -> int:
-        return self._object.nbytes()
-
-    def holders(self) -> tuple[int, int]:
-        """Equal numbers mean equally many holders, this object among them."""
-        known = torch._C._storage_Use_Count(self._object._cdata)  # type: ignore[attr-defined]
-        return known, sys.getrefcount(self._object)
-
-
 @functools.cache
 def torch_library() -> ctypes.CDLL | None:
     """A handle on torch's CPU library, which is loaded already; None where torch is built otherwise."""

@@ -36,10 +36,10 @@ from dicp.passes.freeze import Folding
 from dicp.runtime.arena import ARENA
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import Key, content_hash, read_meta
-from dicp.runtime.results import RESULTS
+from dicp.runtime.pool import POOL
 from dicp.runtime.runner import make_function
 
-SINGLETONS: dict[str, Any] = {"ARENA": ARENA, "RESULTS": RESULTS}
+SINGLETONS: dict[str, Any] = {"ARENA": ARENA, "POOL": POOL}
 """One per process: named in a pickle, not copied."""
 
 

@@ -21,9 +21,9 @@ from dicp.schedule.memory import Plan
 @dataclass(eq=False)
 class Segment:
     """Consecutive native items. `allocs`, `frees`: by position in `items`, the roots to allocate before it
-    (of the plan's heap), and those to free after it. `kept`: library results, and heap, that later steps or
-    the caller need. `late`: those of them whose sizes are known only from the tensor; the call that makes
-    them is the segment's last item."""
+    (of the plan's heap), and those to free after it. `kept`: library results that later steps or the caller
+    need. `late`: those of them whose sizes are known only from the tensor; the call that makes them is the
+    segment's last item."""
 
     number: int
     items: list[Item] = field(default_factory=list)
@@ -34,8 +34,8 @@ class Segment:
 
 
 ResultMemory = Literal["new", "kept", "saved"]
-"""Whose memory results have: new, kept from those that callers have dropped (runtime/results.py), or new and
-saved for a backward, which frees them while it needs memory."""
+"""Where results lie: in new memory; the large ones in the pool (runtime/pool.py), as temporaries with their
+own memory do; or there, and what is saved for a backward too."""
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Program:
         return [found[n] for n in sorted(found)]
 
 
-RELEASE_BYTES = 2 << 20  # inputs that are dead but held, above which a backward stops to let them go
+RELEASE_BYTES = 2 << 20  # memory held though dead, or not needed yet, for whose sake a segment ends
 
 
 def make_program(
@@ -123,14 +123,18 @@ def make_program(
 def _cut(program: Program) -> None:
     """Items into steps."""
     lowered = program.lowered
-    dying = _dying_inputs(lowered, program.plan, program.owned)
+    dying, coming = _dying(lowered, program.plan, program.owned), _coming(lowered, program.plan)
     known = {s for b in lowered.inputs if b is not None for s in _unbacked(lowered, b)}
     dead = 0
     for k, item in enumerate(program.items):
         last = program.steps[-1] if program.steps else None
         if isinstance(item, Call) and item.claim is None:
             program.steps.append(item)
-        elif isinstance(last, Segment) and dead < RELEASE_BYTES and not last.late:
+        elif (
+            isinstance(last, Segment)
+            and max(dead, coming.get(k, 0)) < RELEASE_BYTES
+            and not last.late
+        ):
             last.items.append(item)
         else:
             program.steps.append(Segment(sum(isinstance(s, Segment) for s in program.steps), [item]))
@@ -158,13 +162,14 @@ def _allocate_and_free(program: Program) -> None:
             k = position[id(item)]
             if k in heap:
                 step.allocs[at] = heap[k]
-            for name in (*heap.get(k, ()), *_library_results(item)):
+            libraries = _library_results(item)
+            for name in (*heap.get(k, ()), *libraries):
                 final = plan.last_use.get(name, k)
                 outlives = name in returned or where.get(final, -1) != where[k]
-                if name in step.late or outlives:
-                    step.kept.append(name)
-                else:
+                if name not in step.late and not outlives:
                     step.frees.setdefault(at + final - k, []).append(name)
+                elif name in libraries:
+                    step.kept.append(name)
 
 
 def _library_results(item: Item) -> list[str]:
@@ -189,13 +194,21 @@ def _unbacked(lowered: Lowered, x: Any) -> set[Any]:
     return {s for n in numbers for s in lowered.symbols.unbacked(n)}
 
 
-def _dying_inputs(lowered: Lowered, plan: Plan, owned: Set[str]) -> dict[int, int]:
-    """Bytes of owned inputs whose last use each item is."""
+def _dying(lowered: Lowered, plan: Plan, owned: Set[str]) -> dict[int, int]:
+    """Bytes that each item is the last to use: of owned inputs, and of temporaries with their own memory."""
+    inputs = {b.name for b in lowered.inputs if isinstance(b, Buffer)} & owned & plan.last_use.keys()
     out: dict[int, int] = {}
-    for b in lowered.inputs:
-        if isinstance(b, Buffer) and b.name in owned & plan.last_use.keys():
-            k = plan.last_use[b.name]
-            out[k] = out.get(k, 0) + lowered.symbols.hint(b.nbytes)
+    for name in (*inputs, *plan.heap):
+        k = plan.last_use[name]
+        out[k] = out.get(k, 0) + lowered.symbols.hint(lowered.buffers[name].nbytes)
+    return out
+
+
+def _coming(lowered: Lowered, plan: Plan) -> dict[int, int]:
+    """Bytes of the temporaries with their own memory that each item is the first to use."""
+    out: dict[int, int] = {}
+    for name, k in plan.heap.items():
+        out[k] = out.get(k, 0) + lowered.symbols.hint(lowered.buffers[name].nbytes)
     return out
 
 

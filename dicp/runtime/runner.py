@@ -24,8 +24,8 @@ from dicp.ir.printer import user_location
 from dicp.runtime.arena import ARENA
 from dicp.runtime.bits import plain
 from dicp.runtime.host import host_number, host_size
+from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
-from dicp.runtime.results import LARGE, RESULTS
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
 from dicp.schedule.memory import touched
 
@@ -53,11 +53,13 @@ class Runner:
         self.symbols = program.sizes
         self.bound: set[str] = set()
         self.names: dict[str, str] = {}  # buffer root -> Python tensor name
+        outputs = [o for k, o in enumerate(self.lowered.outputs) if k not in self.lowered.free]
+        self.shown = {self.plan.find(v.buffer.name) for v in views(outputs)}  # what the caller sees
         self.given: dict[str, str] = {}  # the same of inputs that the caller is to find changed or returned
         self.globals: dict[str, Any] = {
             "empty_strided": empty_strided_cpu,
             "ARENA": ARENA,
-            "RESULTS": RESULTS,
+            "POOL": POOL,
             "slots": _slots,
             "steal": tensors_from_handles,
             "expect": expect,
@@ -91,6 +93,7 @@ class Runner:
                 for item in step.items:
                     for buffer in touched(item)[1]:
                         self._need(buffer)
+                self._temporaries(step)
                 self._native(step)
             elif step.host:
                 self._host_step(step)
@@ -142,13 +145,13 @@ class Runner:
     def _let_results_rest(self) -> None:
         """Before memory is taken that would add to what is idle until the backward."""
         results = [b for b in self.lowered.buffers.values() if b.kind == "output"]
-        if self.program.results == "saved" and any(map(self._is_large, results)):
-            self.lines.append("RESULTS.rest()")
+        if self.program.results == "saved" and any(self._is_large(b, PIECE) for b in results):
+            self.lines.append("POOL.rest()")
 
-    def _is_large(self, b: Buffer) -> bool:
+    def _is_large(self, b: Buffer, nbytes: int) -> bool:
         """At the sizes of the example; not where those are known only while the program runs."""
         symbols = self.lowered.symbols
-        return not symbols.late(b.nbytes) and symbols.hint(b.nbytes) >= LARGE
+        return not symbols.late(b.nbytes) and symbols.hint(b.nbytes) >= nbytes
 
     def _take_arena(self) -> None:
         if self.plan.offset:
@@ -171,9 +174,16 @@ class Runner:
             self.names[root] = root
             self._allocate(root, owner)
 
+    def _temporaries(self, segment: Segment) -> None:
+        """Memory for what has its own while the program runs."""
+        for root in (root for roots in segment.allocs.values() for root in roots):
+            self.names[root] = root
+            self._allocate(root, self.lowered.buffers[root])
+
     def _allocate(self, name: str, buffer: Buffer) -> None:
-        keeps = self.program.results == "kept" and self._is_large(buffer)
-        make = "RESULTS.take(call, " if keeps else "empty_strided("
+        unseen = name in self.plan.heap or self.program.results == "saved" and name not in self.shown
+        pooled = self.program.results != "new" and self._is_large(buffer, PIECE if unseen else LARGE)
+        make = "POOL.empty(call, " if pooled else "empty_strided("
         shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
         self.lines.append(f"{name} = {make}{shape}, {strides}, {buffer.dtype})")
 

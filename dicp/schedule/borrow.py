@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.schedule.lifetime import Lifetime
-from dicp.schedule.placement import Placed, lowest_gap, stacked
+from dicp.schedule.placement import fitting, stacked
 
 SMALLEST = 1 << 16  # bytes of a result that lends
 
@@ -53,19 +53,10 @@ def _fitting(lives: Iterable[Lifetime], lender: Lender, nbytes: Mapping[str, Ind
         if lender.start <= x.start and x.end <= lender.end and ix.nonnegative(lender.nbytes - nbytes[x.name])
     ]
     while True:
-        placed = _within(inside, lender.room)
+        placed = fitting(inside, lender.room)
         offset = stacked(placed, nbytes).offset
         over = {n for n, at in offset.items() if not ix.nonnegative(lender.nbytes - at - nbytes[n])}
         if not over:
             return offset
         inside = [p.life for p in placed if p.life.name not in over]
 
-
-def _within(lives: Iterable[Lifetime], room: int) -> list[Placed]:
-    """Offsets of as many as there is room for, the largest first."""
-    placed: list[Placed] = []
-    for life in sorted(lives, key=lambda x: (-x.nbytes, x.start)):
-        at = lowest_gap(life, placed)
-        if at + life.nbytes <= room:
-            placed.append(Placed(at, life))
-    return placed

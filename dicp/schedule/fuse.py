@@ -84,6 +84,7 @@ class _Fusion:
         self.machine = lowered.machine
         self.steps: list[Step] = []
         self.before: list[int] = []  # bitmask of the steps that must come before each step
+        self.needed = 0  # of those that must come before any
         self.uses: list[Use] = []
         self.writer: dict[str, int] = {}  # memory -> step that wrote it last
         self.readers: dict[str, set[int]] = {}  # memory -> steps that read it since
@@ -148,9 +149,10 @@ class _Fusion:
         if mask & ~self.before[step]:
             self.before[step] |= mask
             bit = 1 << step
-            for s in range(len(self.steps)):
+            for s in range(len(self.steps)) if self.needed & bit else ():
                 if self.before[s] & bit:
                     self.before[s] |= mask
+            self.needed |= mask
         self.uses[step].reads |= {self.memory[n] for n, _ in reads}
         self.uses[step].writes |= self._written(d)
         for memory in self._written(d):

@@ -4,7 +4,7 @@ when the program needs the most memory.
 The arena is held from the first step to the last, as large as the temporaries of its fullest moment. Where
 the program's memory peaks at another one (a language model's logits; a backward while activations shrink and
 gradients grow), the arena's unused part adds to the peak. The largest temporaries then leave it, and the
-program allocates and frees them, as it does a library's results.
+program allocates and frees them, between native segments on the CPU.
 """
 
 from __future__ import annotations

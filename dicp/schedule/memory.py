@@ -190,7 +190,7 @@ def _leave_libraries(work: _Work, placed: list[Placed]) -> list[Placed]:
             continue
         first = min(names, key=lambda n: start[n])
         life = work.life(first, start[first], end[host])
-        at = lowest_gap(life, placed)
+        at = lowest_gap(life, [p for p in placed if p.life.overlaps(life)])
         if at + life.nbytes > size:
             continue
         placed.append(Placed(at, life))

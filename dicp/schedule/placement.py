@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
-from dicp.schedule.lifetime import Lifetime
+from dicp.schedule.lifetime import Lifetime, Timeline
 
 
 @dataclass(eq=False)
@@ -30,18 +30,25 @@ class Placed:
 
 def by_size(lives: Iterable[Lifetime]) -> list[Placed]:
     """Offsets in bytes at the sizes of the example."""
+    return fitting(lives, None)
+
+
+def fitting(lives: Iterable[Lifetime], room: int | None) -> list[Placed]:
+    """The same of as many as there is room for, the largest first."""
     placed: list[Placed] = []
+    alive = Timeline[Placed]()
     for life in sorted(lives, key=lambda x: (-x.nbytes, x.start)):
-        placed.append(Placed(lowest_gap(life, placed), life))
+        p = Placed(lowest_gap(life, alive.during(life)), life)
+        if room is None or p.end <= room:
+            placed.append(p)
+            alive.add(p, life)
     return placed
 
 
-def lowest_gap(life: Lifetime, placed: Iterable[Placed]) -> int:
-    """The lowest offset where nothing else lies during the life of a buffer."""
+def lowest_gap(life: Lifetime, others: Iterable[Placed]) -> int:
+    """The lowest offset for a buffer where none of those lies that are alive during its life."""
     at = 0
-    for other in sorted(placed, key=lambda p: p.offset):
-        if not other.life.overlaps(life):
-            continue
+    for other in sorted(others, key=lambda p: p.offset):
         if at + life.nbytes <= other.offset:
             break
         at = max(at, other.end)
@@ -75,9 +82,10 @@ def stacked(placed: Iterable[Placed], nbytes: Mapping[str, Index]) -> Stack:
     """Offsets for every size, from the order at the sizes of the example. nbytes: by buffer, in symbols."""
     stack = Stack()
     below: list[Placed] = []
+    alive = Timeline[Placed]()
     for p in sorted(placed, key=lambda p: p.offset):  # stable: of equal offsets one has no bytes
-        under = [o for o in below if o.life.overlaps(p.life)]
-        stack.offset[p.life.name] = _above(under, stack, nbytes)
+        stack.offset[p.life.name] = _above(alive.during(p.life), stack, nbytes)
+        alive.add(p, p.life)
         below.append(p)
     stack.size = _above(below, stack, nbytes)
     return stack

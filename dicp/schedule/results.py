@@ -35,7 +35,7 @@ def finish(low: Lowering, node: fx.Node) -> None:
     results = node.args[0]
     assert isinstance(results, (tuple, list))
     mutated = low.out.mutated = {ph.name for ph, _ in low.mutations}
-    free = set(low.gm.meta.get(FREE_OUTPUTS, ()))
+    free = low.out.free = frozenset(low.gm.meta.get(FREE_OUTPUTS, ()))
     # tensors that several results view come first: a copy of one must not take over its memory
     order = sorted(range(len(results)), key=lambda k: not _in_shared_memory(low, results[k]))
     shown = low.gm.meta.get(VIEWS_OF_INPUTS, frozenset())  # the caller is to see those change

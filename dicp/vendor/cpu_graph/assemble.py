@@ -11,7 +11,7 @@ from typing import Any
 from dicp.runtime.failure import check_failure
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import NativeSegment, Runner
-from dicp.schedule.defs import Call, Lowered
+from dicp.schedule.defs import Call, Lowered, View
 from dicp.schedule.kernels import Launch
 from dicp.schedule.memory import Plan
 from dicp.vendor.cpu_graph import codegen, toolchain
@@ -42,10 +42,29 @@ def begin(lowered: Lowered, config: Any) -> Iterator[Build]:
 
 
 def _templates(calls: Sequence[Call]) -> dict[str, str]:
-    """Sources by function of the templates that calls are of, whatever their memory will be."""
+    """Sources by function of the templates that calls are of, whatever their memory will be. Of calls that
+    look alike the first speaks for all: what it does not name, `finish` builds."""
     writer = SegmentWriter("unplanned", Plan(), {}, ())
-    writer.write(calls)
+    seen: set[str] = set()
+    for call in calls:
+        likeness = _likeness(call)
+        if likeness not in seen:
+            seen.add(likeness)
+            writer.write(call)
     return writer.templates
+
+
+def _likeness(call: Call) -> str:
+    """What a call has in common with those of other layers."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, View):
+            return x.shape, x.strides, x.buffer.dtype, x.buffer.kind
+        if isinstance(x, (list, tuple)):
+            return [of(item) for item in x]
+        return {k: of(item) for k, item in x.items()} if isinstance(x, dict) else x
+
+    return repr((call.claim.name, call.node.target, of((call.args, call.kwargs))))
 
 
 def _units(templates: Mapping[str, str]) -> list[Unit]:
@@ -118,12 +137,9 @@ def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool
     writer = SegmentWriter(
         f"segment{step.number}", program.plan, names, [v.name for v in program.sizes], timed, step.late
     )
-    sequence: list[Any] = []
     for k, item in enumerate(step.items):
-        sequence += [("allocate", program.lowered.buffers[root]) for root in step.allocs.get(k, [])]
-        sequence.append(item)
-        sequence += [("free", root) for root in step.frees.get(k, [])]
-    writer.write(sequence)
+        writer.write(item)
+        writer.free([root for root in step.frees.get(k, []) if root not in program.plan.heap])
     writer.keep(step.kept)
     return writer
 

@@ -18,7 +18,7 @@ import torch
 from dicp.ir.index import Index
 from dicp.runtime.failure import LibraryCall
 from dicp.schedule.defs import Buffer, Call, View, operands, views
-from dicp.schedule.kernels import Launch
+from dicp.schedule.kernels import Item, Launch
 from dicp.vendor.cpu_graph import codegen
 from dicp.vendor.cpu_graph.expression import STORAGE, index_text
 
@@ -289,34 +289,22 @@ class SegmentWriter:
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def write(self, steps: Sequence[Any]) -> None:
-        """Add steps: Launch, Call, ("allocate", buffer) or ("free", root name)."""
-        for step in steps:
-            if isinstance(step, Launch):
-                self._launch(step)
-            elif isinstance(step, Call):
-                self._library(step)
-            elif step[0] == "allocate":
-                self._allocate(step[1])
-            else:
-                self.steps.append(f"{self.handles[step[1]]}.reset();")
+    def write(self, item: Item) -> None:
+        """Add a step."""
+        if isinstance(item, Launch):
+            self._launch(item)
+        else:
+            self._library(item)
 
-    def _allocate(self, b: Buffer) -> None:
-        """Memory of its own for a temporary that is not in the arena."""
-        self.lines = []
-        handle = self.handles[b.name] = f"{b.name}_t"
-        self.hoisted.append(f"Tensor {handle};")
-        sizes, n = self.ints(b.shape)
-        strides, _ = self.ints(b.strides)
-        self.calls.append(LibraryCall(f"{b.nbytes} bytes for a temporary", (), {}, (), ""))
-        layout = f"{n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]}"
-        self.lines.append(f"if (!{handle}.allocate({layout})) return {-len(self.calls)};")
-        self.steps += ["{", *("  " + line for line in self.lines), "}"]
+    def free(self, roots: Sequence[str]) -> None:
+        """Drop results of libraries."""
+        self.steps += [f"{self.handles[root]}.reset();" for root in roots]
 
     def _launch(self, launch: Launch) -> None:
         function = self.kernel_names[launch.kernel.digest]
-        kernel = codegen.canonical_with_notes(launch.kernel)
-        self.kernels[function] = codegen.signature(kernel, "").removeprefix("void (").removesuffix(")")
+        if function not in self.kernels:
+            kernel = codegen.canonical_with_notes(launch.kernel)
+            self.kernels[function] = codegen.signature(kernel, "").removeprefix("void (").removesuffix(")")
         args = [self.pointer(b) for b in launch.buffers] + [v.name for v in launch.kernel.sizes]
         if codegen.has_checks(launch.kernel):
             self.uses_checks = True

@@ -1,0 +1,186 @@
+"""Memory of large tensors that outlives them, so that its pages are touched once and not every call.
+
+malloc gives the system back what is dropped at the end of its heap, and every block of 32 MB and more, and
+gets it anew: of a training step whose gradients are dropped between steps, the faults of their pages can be a
+third. So large results, what a forward saves for its backward, and temporaries with memory of their own lie
+in a pool. A tensor of it has a storage of its own, of its size, and holds its piece as long as anything holds
+that storage: a tensor, a view, an array, a storage object. Then the next tensor that fits may lie there,
+whatever its size and dtype: gradients where activations lay, and the next step's activations where those
+gradients lay.
+
+    held       by tensors
+    warm       by nobody, its pages still there: what is taken first
+    cold       by nobody, without pages: the rest of a range of addresses that is reserved once
+
+Held and warm bytes together stay within what was held at once and an eighth more, for the holes between
+pieces; beyond, warm pages go back to the system, the highest addresses first. All of them go when a program
+does, and by `dicp.release_memory`, and what is held then when it is dropped. While the forward of a training
+step runs, warm pages rest: the system may have them if it is short of memory (madvise, MADV_FREE).
+
+In one thing such a tensor differs from torch's own: its storage cannot grow (`resize_` to more elements
+raises RuntimeError), as that of a tensor on an array of numpy's cannot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dicp.compat import empty_strided_cpu, window
+from dicp.runtime.spans import Span, Spans
+
+LARGE = 1 << 20
+"""Bytes of a result from which on it lies in the pool: fresh pages cost several times what writing them
+does."""
+PIECE = 1 << 18
+"""The same of what no caller sees: saved for a backward, or temporary."""
+SLACK = 8  # part of what was held at once that may be warm beside it
+_LINE = 64
+_PAGE = mmap.PAGESIZE
+_FREE: int | None = getattr(mmap, "MADV_FREE", None)
+_LINUX = sys.platform == "linux"
+_NORESERVE = 0x4000 if _LINUX else 0  # which the module does not name
+_GONE = mmap.MADV_DONTNEED if _LINUX else _FREE  # elsewhere the former keeps the pages
+
+Program = Callable[..., Any]
+
+
+class _Held(weakref.ref[memoryview]):
+    """What the storage of a tensor holds; calls back when that is gone."""
+
+    __slots__ = ("end", "era", "start")
+    start: int
+    end: int
+    era: int  # how often all had been given back when it was taken
+
+
+class Pool:
+    """Large tensors of all programs of the process, on the CPU."""
+
+    def __init__(self, nbytes: int | None = None) -> None:
+        """nbytes: that it may hold at the most, by default as much as the machine has."""
+        self._limit = nbytes
+        self._lock = threading.RLock()  # a collection of garbage may come back here
+        self._pages: mmap.mmap | None = None
+        self._memory = memoryview(b"")
+        self._spans = Spans(0)
+        self._held: dict[int, _Held] = {}  # by start
+        self._dropped: deque[_Held] = deque()  # by any thread, at any time
+        self._users: weakref.WeakSet[Program] = weakref.WeakSet()
+        self._era = 0
+        self._most = 0  # bytes held at once in this era
+
+    def empty(
+        self, program: Program, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Uninitialised memory for a tensor of the program; dense, strides in elements."""
+        nbytes = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
+        if nbytes < PIECE or 0 in shape:
+            return empty_strided_cpu(shape, strides, dtype)
+        with self._lock:
+            piece = self._take(nbytes)
+            if program not in self._users:
+                self._users.add(program)
+                weakref.finalize(program, self.clear).atexit = False
+        if piece is None:  # torch may have it yet, or says that there is no more
+            return empty_strided_cpu(shape, strides, dtype)
+        return window(torch.frombuffer(piece, dtype=dtype), shape, strides, 0)
+
+    def _take(self, nbytes: int) -> memoryview | None:
+        if self._limit is None:
+            self._limit = _memory_to_use()
+        self._collect()
+        size = -(-nbytes // _LINE) * _LINE
+        if self._spans.held + size > self._limit or not self._reserved():
+            return None
+        start = self._spans.take(size)
+        if start is None:
+            return None
+        self._most = max(self._most, self._spans.held)
+        self._cool(self._spans.held + self._spans.warm - self._most - self._most // SLACK)
+        piece = self._memory[start : start + nbytes]
+        held = self._held[start] = _Held(piece, self._drop)
+        held.start, held.end, held.era = start, start + size, self._era
+        return piece
+
+    def _reserved(self) -> bool:
+        """Whether there are addresses: twice as many as bytes, so that holes between pieces do not matter."""
+        if self._pages is None and self._limit:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+            try:
+                self._pages = mmap.mmap(-1, 2 * self._limit, flags=flags)
+            except OSError:
+                self._limit = 0
+                return False
+            self._memory, self._spans = memoryview(self._pages), Spans(2 * self._limit)
+        return self._pages is not None
+
+    def _drop(self, held: Any) -> None:
+        """Called in whatever thread drops the last holder, maybe while another is in here."""
+        del self._held[held.start]
+        self._dropped.append(held)
+
+    def _collect(self) -> None:
+        while self._dropped:
+            held = self._dropped.popleft()
+            self._spans.give(held.start, held.end, warm=held.era == self._era)
+            if held.era != self._era:
+                self._advise(Span(held.start, held.end, False), _GONE)
+
+    def _cool(self, nbytes: int) -> None:
+        """Give so many warm bytes back to the system."""
+        if nbytes > 0:
+            for span in self._spans.cool(nbytes):
+                self._advise(span, _GONE)
+
+    def _advise(self, span: Span, advice: int | None) -> None:
+        """Of the whole pages in a span. Where the system does not know the advice, they stay."""
+        first = -(-span.start // _PAGE) * _PAGE
+        last = span.end // _PAGE * _PAGE
+        if last > first and advice is not None and self._pages is not None:
+            self._pages.madvise(advice, first, last - first)
+
+    def rest(self) -> None:
+        """Called as a training step begins: what is warm, gradients of the last one above all, may go."""
+        with self._lock:
+            self._collect()
+            for span in self._spans.warm_spans():
+                self._advise(span, _FREE)
+
+    def clear(self) -> None:
+        """Give back what is warm, and what is held now when it is dropped."""
+        with self._lock:
+            self._collect()
+            self._cool(self._spans.warm)
+            self._era += 1
+            self._most = self._spans.held
+
+    def nbytes(self) -> tuple[int, int]:
+        """(held, warm) bytes."""
+        with self._lock:
+            self._collect()
+            return self._spans.held, self._spans.warm
+
+
+def _memory_to_use() -> int:
+    """Bytes of the machine's memory, or a part of the addresses where the process has a limit of those. None
+    where the system counts addresses as memory: they would be missing elsewhere."""
+    strict = Path("/proc/sys/vm/overcommit_memory")
+    if strict.exists() and strict.read_text().strip() == "2":
+        return 0
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return physical if limit == resource.RLIM_INFINITY else min(physical, limit // 16 // _PAGE * _PAGE)
+
+
+POOL = Pool()
