@@ -177,16 +177,16 @@ def test_what_is_warm_rests_and_is_whole_when_taken_again() -> None:
 
 def test_memory_stays_no_longer_than_its_program() -> None:
     pool, of = Pool(LIMIT), program()
-    take(pool, of)
-    held = take(pool, of)
+    take(pool, of).fill_(1)
+    held = take(pool, of).fill_(1)
     assert pool.nbytes() == (LARGE, 0)
-    take(pool, of)
+    take(pool, of).fill_(1)
     assert pool.nbytes() == (LARGE, LARGE)
     del of
     gc.collect()
-    assert pool.nbytes() == (LARGE, 0)
+    assert pool.nbytes() == (LARGE, 0) and resident(pool) == LARGE
     del held
-    assert pool.nbytes() == (0, 0)
+    assert pool.nbytes() == (0, 0) and resident(pool) == 0
 
 
 def test_pages_that_are_given_back_are_gone() -> None:
@@ -240,6 +240,22 @@ def test_what_a_forward_saves_lies_there_and_gradients_where_that_lay() -> None:
     x, wide, v = x.double(), w.detach().double().requires_grad_(), v.double()
     expected = torch.autograd.grad((torch.tanh(x @ wide) @ v).sum(), wide)[0]
     assert (w.grad - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_what_the_caller_sees_lies_there_if_it_is_larger() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(x @ w)
+        return y * y, torch.tanh(y @ w)  # y is saved, and the second result
+
+    f = torch.compile(fn, backend="dicp_cpu")
+    small = torch.randn(1024, 128)
+    first = f(small, torch.randn(128, 128, requires_grad=True))
+    pieces = [held.end - held.start for held in POOL._held.values()]
+    assert pieces == [small.nbytes] and PIECE < small.nbytes < LARGE
+    large = torch.randn(4096, 128)
+    second = f(large, torch.randn(128, 128, requires_grad=True))
+    pieces = [held.end - held.start for held in POOL._held.values()]
+    assert pieces == [small.nbytes] + 3 * [large.nbytes] and first[0].shape != second[0].shape
 
 
 def test_a_graph_that_is_kept_keeps_what_it_saved() -> None:

@@ -292,3 +292,17 @@ def test_a_variable_against_a_remainder_of_another_does_not_fuse_by_it() -> None
         return torch.cos(x[1:].unflatten(-3, (2, -1))), torch.log_softmax(rows, 0)
 
     compiled(fn, (5, 8, 8, 8))
+
+
+def test_what_a_kernel_comes_to_wait_for_its_readers_wait_for_too() -> None:
+    """The sums over x wait for those over y as soon as d joins them, and with them the product; so e, which
+    reads the product, can not join the sums over y."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        b, a = y.sum(1), x.sum(1)
+        c = a.view(1, 8) @ w
+        d = (x * b[:, None]).amax(1)
+        return d, (y * c.view(8, 1)).amax(1)
+
+    p = compiled(fn, (8, 8), (8, 8), (8, 8), vendor=LIBRARY)
+    assert names(p) == ["sum", "sum_amax", "aten.mm.default", "amax"]

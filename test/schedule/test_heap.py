@@ -94,12 +94,12 @@ def run(fn: Any, *inputs: torch.Tensor, backend: str = "dicp_cpu", dynamic: bool
 
 
 def test_they_lie_in_the_pool_for_a_segment(allocating: None) -> None:
-    program = run(model, *(torch.randn(s) for s in SIZES))
+    program = run(model, torch.randn(64, 2048), torch.randn(2048, 64), torch.randn(64, 16384))
     ((name, first),) = program.plan.heap.items()
     (segment,) = program.steps
-    assert program.lowered.buffers[name].nbytes == MB and name not in program.plan.offset
+    assert program.lowered.buffers[name].nbytes == MB // 2 and name not in program.plan.offset
     assert segment.allocs == {first: [name]} and name in segment.frees[program.plan.last_use[name]]
-    assert f"{name} = POOL.empty(call, (64, 4096, )" in program.sources["call.py"]
+    assert f"{name} = POOL.empty(call, (64, 2048, )" in program.sources["call.py"]
     assert program.plan.size < MB // 4
 
 
