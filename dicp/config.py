@@ -84,7 +84,7 @@ class Config:
     keep_results: bool = _option(
         True,
         "Large results, saved activations and temporaries lie in a pool that keeps its pages (CPU); such a "
-        "tensor's storage cannot grow.",
+        "tensor's storage cannot be resized.",
         codegen=True,
     )
     cuda_graphs: bool = _option(False, "Replay the compiled program as a CUDA graph.", codegen=True)

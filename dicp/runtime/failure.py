@@ -76,6 +76,6 @@ class Failure:
         raise DicpError(f"{call.op}: the library call failed: {said}", where=call.where)
 
 
-def check_failure(messages: Sequence[str], calls: Sequence[Call | LibraryCall]) -> Failure:
+def check_failure(messages: Sequence[str], calls: Sequence[Call]) -> Failure:
     """What to raise for a native segment's return code."""
-    return Failure(tuple(messages), tuple(LibraryCall.of(c) if isinstance(c, Call) else c for c in calls))
+    return Failure(tuple(messages), tuple(LibraryCall.of(c) for c in calls))

@@ -17,12 +17,13 @@ pieces; beyond, warm pages go back to the system, the highest addresses first. A
 does, and by `dicp.release_memory`, and what is held then when it is dropped. While the forward of a training
 step runs, warm pages rest: the system may have them if it is short of memory (madvise, MADV_FREE).
 
-In one thing such a tensor differs from torch's own: its storage cannot grow (`resize_` to more elements
-raises RuntimeError), as that of a tensor on an array of numpy's cannot.
+In one thing such a tensor differs from torch's own: its storage cannot be resized, as that of a tensor on an
+array of numpy's cannot. `resize_` to more elements and `untyped_storage().resize_` raise RuntimeError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
@@ -30,7 +31,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ class Pool:
     def __init__(self, nbytes: int | None = None) -> None:
         """nbytes: that it may hold at the most, by default as much as the machine has."""
         self._limit = nbytes
-        self._lock = threading.RLock()  # a collection of garbage may come back here
+        self._lock = threading.RLock()
+        self._inside = False  # whether the thread that has the lock changes what is below
+        self._clear_due = False
         self._pages: mmap.mmap | None = None
         self._memory = memoryview(b"")
         self._spans = Spans(0)
@@ -87,14 +90,32 @@ class Pool:
         nbytes = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
         if nbytes < PIECE or 0 in shape:
             return empty_strided_cpu(shape, strides, dtype)
-        with self._lock:
-            piece = self._take(nbytes)
-            if program not in self._users:
-                self._users.add(program)
-                weakref.finalize(program, self.clear).atexit = False
+        piece = None
+        with self._alone() as alone:
+            if alone:
+                piece = self._take(nbytes)
+                if program not in self._users:
+                    self._users.add(program)
+                    weakref.finalize(program, self.clear).atexit = False
         if piece is None:  # torch may have it yet, or says that there is no more
             return empty_strided_cpu(shape, strides, dtype)
         return window(torch.frombuffer(piece, dtype=dtype), shape, strides, 0)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Other threads wait. False where this thread is in here already: anything that makes an object may
+        collect garbage, and that may end programs and call others. What is to be cleared then is cleared
+        after."""
+        with self._lock:
+            alone = not self._inside
+            self._inside = True
+            try:
+                yield alone
+            finally:
+                if alone:
+                    self._inside = False
+        if alone and self._clear_due:
+            self.clear()
 
     def _take(self, nbytes: int) -> memoryview | None:
         if self._limit is None:
@@ -106,11 +127,11 @@ class Pool:
         start = self._spans.take(size)
         if start is None:
             return None
-        self._most = max(self._most, self._spans.held)
-        self._cool(self._spans.held + self._spans.warm - self._most - self._most // SLACK)
         piece = self._memory[start : start + nbytes]
         held = self._held[start] = _Held(piece, self._drop)
         held.start, held.end, held.era = start, start + size, self._era
+        self._most = max(self._most, self._spans.held)
+        self._cool(self._spans.held + self._spans.warm - self._most - self._most // SLACK)
         return piece
 
     def _reserved(self) -> bool:
@@ -148,27 +169,32 @@ class Pool:
         first = -(-span.start // _PAGE) * _PAGE
         last = span.end // _PAGE * _PAGE
         if last > first and advice is not None and self._pages is not None:
-            self._pages.madvise(advice, first, last - first)
+            with contextlib.suppress(OSError):
+                self._pages.madvise(advice, first, last - first)
 
     def rest(self) -> None:
         """Called as a training step begins: what is warm, gradients of the last one above all, may go."""
-        with self._lock:
-            self._collect()
-            for span in self._spans.warm_spans():
-                self._advise(span, _FREE)
+        with self._alone() as alone:
+            if alone:
+                self._collect()
+                for span in self._spans.warm_spans():
+                    self._advise(span, _FREE)
 
     def clear(self) -> None:
         """Give back what is warm, and what is held now when it is dropped."""
-        with self._lock:
-            self._collect()
-            self._cool(self._spans.warm)
-            self._era += 1
-            self._most = self._spans.held
+        with self._alone() as alone:
+            self._clear_due = not alone
+            if alone:
+                self._collect()
+                self._cool(self._spans.warm)
+                self._era += 1
+                self._most = self._spans.held
 
     def nbytes(self) -> tuple[int, int]:
         """(held, warm) bytes."""
-        with self._lock:
-            self._collect()
+        with self._alone() as alone:
+            if alone:
+                self._collect()
             return self._spans.held, self._spans.warm
 
 
@@ -184,3 +210,6 @@ def _memory_to_use() -> int:
 
 
 POOL = Pool()
+if hasattr(os, "register_at_fork"):  # a child gets no pool that another thread was changing
+    _lock = POOL._lock
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,25 +126,22 @@ def _cut(program: Program) -> None:
     lowered = program.lowered
     dying, coming = _dying(lowered, program.plan, program.owned), _coming(lowered, program.plan)
     known = {s for b in lowered.inputs if b is not None for s in _unbacked(lowered, b)}
-    dead = 0
+    dead = early = 0  # bytes that the segment holds after their last use, and before their first
     for k, item in enumerate(program.items):
         last = program.steps[-1] if program.steps else None
         if isinstance(item, Call) and item.claim is None:
             program.steps.append(item)
-        elif (
-            isinstance(last, Segment)
-            and max(dead, coming.get(k, 0)) < RELEASE_BYTES
-            and not last.late
-        ):
+        elif isinstance(last, Segment) and not last.late and max(dead, early + coming[k]) < RELEASE_BYTES:
             last.items.append(item)
+            early += coming[k]
         else:
             program.steps.append(Segment(sum(isinstance(s, Segment) for s in program.steps), [item]))
-            dead = 0
+            dead = early = 0
         if isinstance(item, Call):
             late = _sized_late(lowered, item, known)
             if item.claim is not None:
                 program.steps[-1].late += late  # type: ignore[union-attr]
-        dead += dying.get(k, 0)
+        dead += dying[k]
         program.where[k] = len(program.steps) - 1
 
 
@@ -194,21 +192,20 @@ def _unbacked(lowered: Lowered, x: Any) -> set[Any]:
     return {s for n in numbers for s in lowered.symbols.unbacked(n)}
 
 
-def _dying(lowered: Lowered, plan: Plan, owned: Set[str]) -> dict[int, int]:
+def _dying(lowered: Lowered, plan: Plan, owned: Set[str]) -> Counter[int]:
     """Bytes that each item is the last to use: of owned inputs, and of temporaries with their own memory."""
     inputs = {b.name for b in lowered.inputs if isinstance(b, Buffer)} & owned & plan.last_use.keys()
-    out: dict[int, int] = {}
+    out: Counter[int] = Counter()
     for name in (*inputs, *plan.heap):
-        k = plan.last_use[name]
-        out[k] = out.get(k, 0) + lowered.symbols.hint(lowered.buffers[name].nbytes)
+        out[plan.last_use[name]] += lowered.symbols.hint(lowered.buffers[name].nbytes)
     return out
 
 
-def _coming(lowered: Lowered, plan: Plan) -> dict[int, int]:
+def _coming(lowered: Lowered, plan: Plan) -> Counter[int]:
     """Bytes of the temporaries with their own memory that each item is the first to use."""
-    out: dict[int, int] = {}
+    out: Counter[int] = Counter()
     for name, k in plan.heap.items():
-        out[k] = out.get(k, 0) + lowered.symbols.hint(lowered.buffers[name].nbytes)
+        out[k] += lowered.symbols.hint(lowered.buffers[name].nbytes)
     return out
 
 

@@ -1,6 +1,6 @@
 """The Python function that runs a program.
 
-    alloc     outputs (torch's allocator) and one arena block for every temporary
+    alloc     outputs and the largest temporaries (torch's memory or the pool's), an arena for the others
     native    a run of kernels and library calls, one call into generated code
     extern    an aten call made from Python
     free      library results after their last use

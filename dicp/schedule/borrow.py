@@ -59,4 +59,3 @@ def _fitting(lives: Iterable[Lifetime], lender: Lender, nbytes: Mapping[str, Ind
         if not over:
             return offset
         inside = [p.life for p in placed if p.life.name not in over]
-

@@ -7,10 +7,13 @@ import ctypes
 import gc
 import io
 import mmap
+import os
+import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +24,9 @@ import dicp
 from dicp.compiler import observe
 from dicp.config import Config
 from dicp.dynamo_bridge import saved
+from dicp.runtime import spans
 from dicp.runtime.pool import LARGE, PIECE, POOL, Pool
+from dicp.runtime.spans import Span
 
 PAGE = mmap.PAGESIZE
 N = LARGE // 4
@@ -103,8 +108,9 @@ def test_a_tensor_has_a_storage_of_its_own_size() -> None:
     assert 4 * N <= len(file.getvalue()) < 4 * N + 4096
     assert a.share_memory_().is_shared() and bool((a == 1).all())
     assert b.resize_(5).numel() == 5
-    with pytest.raises(RuntimeError, match="not resizable"):
-        b.resize_(4 * N)
+    for resize in (lambda: b.resize_(4 * N), lambda: b.untyped_storage().resize_(0)):
+        with pytest.raises(RuntimeError, match="resiz"):
+            resize()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.complex64])
@@ -322,3 +328,58 @@ def test_threads_never_share_a_result() -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+def test_what_comes_back_while_memory_is_taken_confuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any object that is made may begin a collection of garbage, which may end programs and call others."""
+    pool, of, live = Pool(256 * PIECE), program(), list[torch.Tensor]()
+    choose, returns = random.Random(0), 0
+
+    def piece() -> torch.Tensor:
+        return take(pool, of, choose.randint(PIECE, 4 * PIECE), torch.uint8)
+
+    def span(start: int, end: int, warm: bool) -> Span:
+        nonlocal returns
+        if choose.random() < 0.1:
+            returns += 1
+            live.append(piece())
+            pool.rest()
+            pool.nbytes()
+            if choose.random() < 0.2:
+                pool.clear()
+        return Span(start, end, warm)
+
+    monkeypatch.setattr(spans, "Span", span)
+    for _ in range(1000):
+        while len(live) > 30 or live and choose.random() < 0.5:
+            live.pop(choose.randrange(len(live)))
+        live.append(piece())
+        pieces = sorted((held.start, held.end) for held in pool._held.values())
+        assert all(end <= start for (_, end), (start, _) in pairwise(pieces))
+    pool.clear()
+    assert returns > 100 and pool.nbytes() == (sum(h.end - h.start for h in pool._held.values()), 0)
+    live.clear()
+    assert pool.nbytes() == (0, 0) and resident(pool) == 0
+
+
+def test_what_is_to_be_cleared_meanwhile_is_cleared_after() -> None:
+    pool, of = Pool(LIMIT), program()
+    take(pool, of).fill_(1)
+    with pool._alone():
+        pool.clear()
+        assert resident(pool) == LARGE
+    assert resident(pool) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_finds_the_pool_whole_when_another_thread_used_it() -> None:
+    code = (
+        "import os, signal, threading, time; from dicp.runtime.pool import POOL\n"
+        "def use():\n"
+        "    with POOL._alone(): ready.set(); time.sleep(0.3)\n"
+        "ready = threading.Event(); threading.Thread(target=use).start(); ready.wait()\n"
+        "if os.fork() == 0: signal.alarm(5); os._exit(len(POOL.nbytes()))\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]), POOL.nbytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 (0, 0)"

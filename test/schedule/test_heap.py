@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import dicp.compiler
 from dicp.ir import index as ix
-from dicp.runtime.program import Segment
+from dicp.runtime.program import RELEASE_BYTES, Segment
 from dicp.schedule.heap import SMALLEST, leaving
 from dicp.schedule.lifetime import Lifetime
 from dicp.vendor.cpu_graph.claims import matmul
@@ -115,6 +115,21 @@ def test_a_segment_ends_where_a_large_one_begins_or_dies(allocating: None) -> No
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
 
 
+def test_a_segment_does_not_wait_for_several_that_come(allocating: None) -> None:
+    """Each of them alone is less than a segment ends for."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x.softmax(1) @ w
+        return (x @ u).sin() @ v
+
+    program = run(fn, *(torch.randn(s) for s in ((256, 1280), (1280, 1280), (1280, 64), (64, 16384))))
+    segments = [step for step in program.steps if isinstance(step, Segment)]
+    early = [[n for at in s.allocs if at for n in s.allocs[at]] for s in segments]
+    held = [sum(program.lowered.buffers[name].nbytes for name in names) for names in early]
+    assert MB < max(held) < RELEASE_BYTES and len(program.plan.heap) == 4
+
+
 @torch.library.custom_op("dicp_test::heap_double", mutates_args=())
 def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -144,6 +159,7 @@ def test_another_vendor_allocates_them_too(monkeypatch: pytest.MonkeyPatch) -> N
     )
     text = program.sources["call.py"]
     for name in program.plan.heap:
+        assert text.count(f"{name} = empty_strided") == 1
         assert text.index(f"{name} = empty_strided") < text.index(f"del {name}")
     assert program.plan.heap
 

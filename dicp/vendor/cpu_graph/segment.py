@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from dicp.ir.index import Index
-from dicp.runtime.failure import LibraryCall
 from dicp.schedule.defs import Buffer, Call, View, operands, views
 from dicp.schedule.kernels import Item, Launch
 from dicp.vendor.cpu_graph import codegen
@@ -81,7 +80,7 @@ class SegmentWriter:
         self.declared: set[str] = set()
         self.kernels: dict[str, str] = {}  # function of another unit -> its parameters, in order of first use
         self.templates: dict[str, str] = {}  # of these, the ones that claims brought -> source of their unit
-        self.calls: list[Call | LibraryCall] = []  # by the number that a failed one returns
+        self.calls: list[Call] = []  # by the number that a failed one returns
         self.kept: list[str] = []  # library results that outlive the segment, in slot order
         self.slots = 0  # words of the caller's for kept results, or for the operands of a failed call
         self.late = frozenset(late)

@@ -192,6 +192,9 @@ class DeviceRunner(Runner):
             f"dtype={buffer.dtype}, device=device)"
         )
 
+    def _temporaries(self, segment: Segment) -> None:
+        """They begin with the item that uses them first, and are freed after the one that uses them last."""
+
     def _native(self, segment: Segment) -> None:
         for k, item in enumerate(segment.items):
             for root in segment.allocs.get(k, []):
