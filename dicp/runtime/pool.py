@@ -12,9 +12,6 @@ gradients lay.
     warm       by nobody, its pages still there: what is taken first
     cold       by nobody, without pages: the rest of a range of addresses that is reserved once
 
-Where only cold pages are left, what malloc holds free is taken first (malloc.py): the loss of a training step
-is often eager's, and its temporaries are as large as many gradients.
-
 Held and warm bytes together stay within what was held at once and an eighth more, for the holes between
 pieces; beyond, warm pages go back to the system, the highest addresses first. All of them go when a program
 does, and by `dicp.release_memory`, and what is held then when it is dropped. While the forward of a training
@@ -27,7 +24,6 @@ array of numpy's cannot. `resize_` to more elements and `untyped_storage().resiz
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import resource
@@ -42,7 +38,6 @@ from typing import Any
 import torch
 
 from dicp.compat import empty_strided_cpu, window
-from dicp.runtime.malloc import from_free
 from dicp.runtime.spans import Span, Spans
 
 LARGE = 1 << 20
@@ -59,7 +54,6 @@ _NORESERVE = 0x4000 if _LINUX else 0  # which the module does not name
 _GONE = mmap.MADV_DONTNEED if _LINUX else _FREE  # elsewhere the former keeps the pages
 
 Program = Callable[..., Any]
-Beside = Callable[[int, Callable[[], torch.Tensor]], torch.Tensor | None]
 
 
 class _Held(weakref.ref[memoryview]):
@@ -74,10 +68,9 @@ class _Held(weakref.ref[memoryview]):
 class Pool:
     """Large tensors of all programs of the process, on the CPU."""
 
-    def __init__(self, nbytes: int | None = None, beside: Beside | None = None) -> None:
-        """nbytes: that it may hold at the most, by default as much as the machine has. beside(nbytes, make):
-        the tensor of make, if there are warm pages for it elsewhere."""
-        self._limit, self._beside = nbytes, beside
+    def __init__(self, nbytes: int | None = None) -> None:
+        """nbytes: that it may hold at the most, by default as much as the machine has."""
+        self._limit = nbytes
         self._lock = threading.RLock()
         self._inside = False  # whether the thread that has the lock changes what is below
         self._clear_due = False
@@ -97,16 +90,16 @@ class Pool:
         nbytes = dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
         if nbytes < PIECE or 0 in shape:
             return empty_strided_cpu(shape, strides, dtype)
-        make, found = functools.partial(empty_strided_cpu, shape, strides, dtype), None
+        piece = None
         with self._alone() as alone:
             if alone:
-                found = self._take(nbytes, make)
+                piece = self._take(nbytes)
                 if program not in self._users:
                     self._users.add(program)
                     weakref.finalize(program, self.clear).atexit = False
-        if isinstance(found, memoryview):
-            return window(torch.frombuffer(found, dtype=dtype), shape, strides, 0)
-        return make() if found is None else found  # torch may have it yet, or says that there is no more
+        if piece is None:  # torch may have it yet, or says that there is no more
+            return empty_strided_cpu(shape, strides, dtype)
+        return window(torch.frombuffer(piece, dtype=dtype), shape, strides, 0)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
@@ -124,18 +117,14 @@ class Pool:
         if alone and self._clear_due:
             self.clear()
 
-    def _take(self, nbytes: int, make: Callable[[], torch.Tensor]) -> memoryview | torch.Tensor | None:
+    def _take(self, nbytes: int) -> memoryview | None:
         if self._limit is None:
             self._limit = _memory_to_use()
         self._collect()
         size = -(-nbytes // _LINE) * _LINE
         if self._spans.held + size > self._limit or not self._reserved():
             return None
-        start = self._spans.take_warm(size)
-        if start is None and self._beside is not None and (found := self._beside(nbytes, make)) is not None:
-            return found
-        if start is None:
-            start = self._spans.take(size)
+        start = self._spans.take(size)
         if start is None:
             return None
         piece = self._memory[start : start + nbytes]
@@ -220,7 +209,7 @@ def _memory_to_use() -> int:
     return physical if limit == resource.RLIM_INFINITY else min(physical, limit // 16 // _PAGE * _PAGE)
 
 
-POOL = Pool(beside=from_free)
+POOL = Pool()
 if hasattr(os, "register_at_fork"):  # a child gets no pool that another thread was changing
     _lock = POOL._lock
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

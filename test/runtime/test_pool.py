@@ -34,8 +34,7 @@ LIMIT = 64 * LARGE
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(POOL, "_beside", None)
+def nothing_kept() -> Iterator[None]:
     torch._dynamo.reset()
     gc.collect()
     dicp.release_memory()
@@ -136,24 +135,6 @@ def test_no_more_is_kept_than_was_held_at_once_and_an_eighth() -> None:
     assert pool.nbytes() == (20 * LARGE, 20 * LARGE // 8)
     del held, between, more
     assert pool.nbytes() == (0, 20 * LARGE + 20 * LARGE // 8)
-
-
-def test_before_cold_pages_come_warm_ones_elsewhere() -> None:
-    elsewhere = [torch.ones(2 * N)]
-
-    def beside(nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        assert (nbytes, make().shape) == (8 * N, (2 * N,))
-        return elsewhere.pop() if elsewhere else None
-
-    pool, of = Pool(LIMIT, beside), program()
-    first = take(pool, of, 2 * N)
-    assert bool((first == 1).all()) and pool.nbytes() == (0, 0)
-    second = take(pool, of, 2 * N)
-    assert pool.nbytes() == (8 * N, 0)
-    elsewhere.append(first)
-    del second
-    third = take(pool, of, 2 * N)
-    assert pool.nbytes() == (8 * N, 0) and third is not first
 
 
 def test_small_and_empty_tensors_are_torch_own() -> None:
