@@ -12,6 +12,9 @@ gradients lay.
     warm       by nobody, its pages still there: what is taken first
     cold       by nobody, without pages: the rest of a range of addresses that is reserved once
 
+Before cold pages are taken, those that malloc holds free go back (malloc.py): the loss of a training step is
+often eager's, and its temporaries may be as large as many gradients.
+
 Held and warm bytes together stay within what was held at once and an eighth more, for the holes between
 pieces; beyond, warm pages go back to the system, the highest addresses first. All of them go when a program
 does, and by `dicp.release_memory`, and what is held then when it is dropped. While the forward of a training
@@ -38,6 +41,7 @@ from typing import Any
 import torch
 
 from dicp.compat import empty_strided_cpu, window
+from dicp.runtime.malloc import Idle
 from dicp.runtime.spans import Span, Spans
 
 LARGE = 1 << 20
@@ -68,9 +72,10 @@ class _Held(weakref.ref[memoryview]):
 class Pool:
     """Large tensors of all programs of the process, on the CPU."""
 
-    def __init__(self, nbytes: int | None = None) -> None:
-        """nbytes: that it may hold at the most, by default as much as the machine has."""
-        self._limit = nbytes
+    def __init__(self, nbytes: int | None = None, idle: Idle | None = None) -> None:
+        """nbytes: that it may hold at the most, by default as much as the machine has. idle: memory that is
+        given back before pages are taken."""
+        self._limit, self._idle = nbytes, idle
         self._lock = threading.RLock()
         self._inside = False  # whether the thread that has the lock changes what is below
         self._clear_due = False
@@ -124,7 +129,11 @@ class Pool:
         size = -(-nbytes // _LINE) * _LINE
         if self._spans.held + size > self._limit or not self._reserved():
             return None
-        start = self._spans.take(size)
+        start = self._spans.take_warm(size)
+        if start is None:
+            if self._idle is not None:
+                self._idle.give_back(size)
+            start = self._spans.take(size)
         if start is None:
             return None
         piece = self._memory[start : start + nbytes]
@@ -209,7 +218,7 @@ def _memory_to_use() -> int:
     return physical if limit == resource.RLIM_INFINITY else min(physical, limit // 16 // _PAGE * _PAGE)
 
 
-POOL = Pool()
+POOL = Pool(idle=Idle())
 if hasattr(os, "register_at_fork"):  # a child gets no pool that another thread was changing
     _lock = POOL._lock
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

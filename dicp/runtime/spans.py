@@ -36,15 +36,26 @@ class Spans:
     def take(self, size: int) -> int | None:
         """The start of so many bytes: in the smallest warm span that holds them, else where the fewest are
         cold; the lowest of such places. None: there is no place."""
+        start = self.take_warm(size)
+        if start is None:
+            start = self._least_cold(size)
+            if start is not None:
+                self._cut(start, start + size)
+                self.held += size
+        return start
+
+    def take_warm(self, size: int) -> int | None:
+        """The same, None where no warm span holds them."""
         best, least = -1, 0
         for k, s in enumerate(self._free):
             room = s.end - s.start
             if s.warm and room >= size and (best < 0 or room < least):
                 best, least = k, room
-        start = self._free[best].start if best >= 0 else self._least_cold(size)
-        if start is not None:
-            self._cut(start, start + size)
-            self.held += size
+        if best < 0:
+            return None
+        start = self._free[best].start
+        self._cut(start, start + size)
+        self.held += size
         return start
 
     def _least_cold(self, size: int) -> int | None:

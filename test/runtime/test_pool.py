@@ -25,6 +25,7 @@ from dicp.compiler import observe
 from dicp.config import Config
 from dicp.dynamo_bridge import saved
 from dicp.runtime import spans
+from dicp.runtime.malloc import Idle
 from dicp.runtime.pool import LARGE, PIECE, POOL, Pool
 from dicp.runtime.spans import Span
 
@@ -135,6 +136,21 @@ def test_no_more_is_kept_than_was_held_at_once_and_an_eighth() -> None:
     assert pool.nbytes() == (20 * LARGE, 20 * LARGE // 8)
     del held, between, more
     assert pool.nbytes() == (0, 20 * LARGE + 20 * LARGE // 8)
+
+
+def test_what_is_idle_elsewhere_goes_back_before_cold_pages_are_taken() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Recorded(Idle):
+        def give_back(self, nbytes: int) -> bool:
+            asked.append((nbytes, resident(pool)))
+            return True
+
+    pool, of = Pool(LIMIT, Recorded()), program()
+    take(pool, of).fill_(1)
+    take(pool, of).fill_(1)
+    held = take(pool, of, 2 * N).fill_(1)
+    assert asked == [(LARGE, 0), (2 * LARGE, LARGE)] and bool((held == 1).all())
 
 
 def test_small_and_empty_tensors_are_torch_own() -> None:
