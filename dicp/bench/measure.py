@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import statistics
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dicp
+from dicp.runtime import malloc
 
 Thunk = Callable[[], object]
 
@@ -60,7 +60,7 @@ def _release_kept() -> None:
     it."""
     dicp.release_memory()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    malloc.trim()
 
 
 def peaks(calls: Sequence[Thunk], rounds: int = 5) -> list[int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class _Statistics(ctypes.Structure):
@@ -20,21 +20,20 @@ class _Statistics(ctypes.Structure):
     ]
 
 
-class _Library(NamedTuple):
-    statistics: Callable[[], Any]
-    trim: Callable[[int], int]
-
-
 @functools.cache
-def _library() -> _Library | None:
+def _statistics() -> Callable[[], Any] | None:
     try:
-        process = ctypes.CDLL(None)
-        statistics, trim = process.mallinfo2, process.malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library; the last: Windows
+        found = ctypes.CDLL(None).mallinfo2
+    except AttributeError:  # another C library, or an older one
         return None
-    statistics.restype, statistics.argtypes = _Statistics, ()
-    trim.restype, trim.argtypes = ctypes.c_int, (ctypes.c_size_t,)
-    return _Library(statistics, trim)
+    found.restype, found.argtypes = _Statistics, ()
+    return found  # type: ignore[no-any-return]
+
+
+def trim() -> None:
+    """Give the system the pages of all that malloc holds free. Raises AttributeError where the C library
+    cannot."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class Idle:
@@ -45,14 +44,15 @@ class Idle:
         self._gone = 0  # bytes that were free when all was given back, and have been since: without pages
 
     def give_back(self, nbytes: int) -> bool:
-        """Give the system all pages, if there are so many bytes of them. Asking takes some 50 microseconds,
-        giving milliseconds, so what was used and freed again since it was last asked does not count."""
-        library = _library()
-        if library is None:
+        """Give the system all pages, if there are so many bytes of them. Asking takes some tenths of a
+        millisecond, giving as much per MB or two. What was used and freed again since it was last asked does
+        not count: nothing tells it from what has no pages."""
+        statistics = _statistics()
+        if statistics is None:
             return False
-        free = int(library.statistics().fordblks)
+        free = int(statistics().fordblks)
         pays = free >= self._gone + nbytes
         if pays:
-            library.trim(0)
+            trim()
         self._gone = free if pays else min(free, self._gone)
         return pays

@@ -34,7 +34,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,30 @@ class _Held(weakref.ref[memoryview]):
     era: int  # how often all had been given back when it was taken
 
 
+class _Guard:
+    """Lets one thread in at a time: others wait. `with` gives False where this thread is in already: anything
+    that makes an object may collect garbage, and that may end programs and call others. `later` is called
+    when it is out."""
+
+    __slots__ = ("_depth", "later", "lock")
+
+    def __init__(self) -> None:
+        self.lock, self._depth = threading.RLock(), 0
+        self.later: Callable[[], None] | None = None
+
+    def __enter__(self) -> bool:
+        self.lock.acquire()
+        self._depth += 1
+        return self._depth == 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        later = None if self._depth else self.later
+        self.lock.release()
+        if later is not None:
+            later()
+
+
 class Pool:
     """Large tensors of all programs of the process, on the CPU."""
 
@@ -76,9 +100,7 @@ class Pool:
         """nbytes: that it may hold at the most, by default as much as the machine has. idle: memory that is
         given back before pages are taken."""
         self._limit, self._idle = nbytes, idle
-        self._lock = threading.RLock()
-        self._inside = False  # whether the thread that has the lock changes what is below
-        self._clear_due = False
+        self._guard = _Guard()  # of all that follows but what is dropped
         self._pages: mmap.mmap | None = None
         self._memory = memoryview(b"")
         self._spans = Spans(0)
@@ -96,7 +118,7 @@ class Pool:
         if nbytes < PIECE or 0 in shape:
             return empty_strided_cpu(shape, strides, dtype)
         piece = None
-        with self._alone() as alone:
+        with self._guard as alone:
             if alone:
                 piece = self._take(nbytes)
                 if program not in self._users:
@@ -105,22 +127,6 @@ class Pool:
         if piece is None:  # torch may have it yet, or says that there is no more
             return empty_strided_cpu(shape, strides, dtype)
         return window(torch.frombuffer(piece, dtype=dtype), shape, strides, 0)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Other threads wait. False where this thread is in here already: anything that makes an object may
-        collect garbage, and that may end programs and call others. What is to be cleared then is cleared
-        after."""
-        with self._lock:
-            alone = not self._inside
-            self._inside = True
-            try:
-                yield alone
-            finally:
-                if alone:
-                    self._inside = False
-        if alone and self._clear_due:
-            self.clear()
 
     def _take(self, nbytes: int) -> memoryview | None:
         if self._limit is None:
@@ -183,7 +189,7 @@ class Pool:
 
     def rest(self) -> None:
         """Called as a training step begins: what is warm, gradients of the last one above all, may go."""
-        with self._alone() as alone:
+        with self._guard as alone:
             if alone:
                 self._collect()
                 for span in self._spans.warm_spans():
@@ -191,8 +197,8 @@ class Pool:
 
     def clear(self) -> None:
         """Give back what is warm, and what is held now when it is dropped."""
-        with self._alone() as alone:
-            self._clear_due = not alone
+        with self._guard as alone:
+            self._guard.later = None if alone else self.clear
             if alone:
                 self._collect()
                 self._cool(self._spans.warm)
@@ -201,7 +207,7 @@ class Pool:
 
     def nbytes(self) -> tuple[int, int]:
         """(held, warm) bytes."""
-        with self._alone() as alone:
+        with self._guard as alone:
             if alone:
                 self._collect()
             return self._spans.held, self._spans.warm
@@ -219,6 +225,5 @@ def _memory_to_use() -> int:
 
 
 POOL = Pool(idle=Idle())
-if hasattr(os, "register_at_fork"):  # a child gets no pool that another thread was changing
-    _lock = POOL._lock
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+_lock = POOL._guard.lock  # a child gets no pool that another thread was changing
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

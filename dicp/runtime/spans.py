@@ -36,27 +36,26 @@ class Spans:
     def take(self, size: int) -> int | None:
         """The start of so many bytes: in the smallest warm span that holds them, else where the fewest are
         cold; the lowest of such places. None: there is no place."""
-        start = self.take_warm(size)
-        if start is None:
-            start = self._least_cold(size)
-            if start is not None:
-                self._cut(start, start + size)
-                self.held += size
-        return start
+        warm = self._smallest_warm(size)
+        return self._hold(self._least_cold(size) if warm is None else warm, size)
 
     def take_warm(self, size: int) -> int | None:
         """The same, None where no warm span holds them."""
+        return self._hold(self._smallest_warm(size), size)
+
+    def _hold(self, start: int | None, size: int) -> int | None:
+        if start is not None:
+            self._cut(start, start + size)
+            self.held += size
+        return start
+
+    def _smallest_warm(self, size: int) -> int | None:
         best, least = -1, 0
         for k, s in enumerate(self._free):
             room = s.end - s.start
             if s.warm and room >= size and (best < 0 or room < least):
                 best, least = k, room
-        if best < 0:
-            return None
-        start = self._free[best].start
-        self._cut(start, start + size)
-        self.held += size
-        return start
+        return None if best < 0 else self._free[best].start
 
     def _least_cold(self, size: int) -> int | None:
         best: tuple[int, int] | None = None

@@ -11,7 +11,7 @@ import pytest
 from dicp.runtime import malloc
 
 KB, MB = 1 << 10, 1 << 20
-GNU = malloc._library() is not None
+GNU = malloc._statistics() is not None
 
 
 @pytest.mark.skipif(not GNU, reason="this C library does not tell what is free")
@@ -44,5 +44,5 @@ print(*asked, given >= 32 * {MB}, bool((end == 1).all() and all((b == 1).all() f
 
 def test_where_nothing_is_known_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Callable[[], None] = lambda: None  # noqa: E731
-    monkeypatch.setattr(malloc, "_library", nothing)
+    monkeypatch.setattr(malloc, "_statistics", nothing)
     assert not malloc.Idle().give_back(0)
