@@ -47,7 +47,7 @@ def seconds(call: Thunk) -> float:
     return time.perf_counter() - start
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     """A field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -85,9 +85,9 @@ def peak_growth(call: Thunk) -> int | None:
     try:
         _release_kept()
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        before = status("VmRSS")
         kept = call()
-        peak = _status("VmHWM")
+        peak = status("VmHWM")
     except (OSError, AttributeError):
         return None
     del kept

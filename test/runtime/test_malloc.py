@@ -19,7 +19,7 @@ def test_pages_go_back_once_until_they_are_used_again() -> None:
     """In a process of its own, whose heap nothing else uses."""
     code = f"""
 import torch
-from dicp.bench.measure import _status
+from dicp.bench.measure import status
 from dicp.runtime.malloc import Idle
 
 def use():  # malloc maps pieces of 128 KiB and more
@@ -29,9 +29,9 @@ idle, blocks = Idle(), use()
 idle.give_back(0)
 end = blocks[-1]  # so that what is free is not at the heap's end
 del blocks
-before = _status("VmRSS")
+before = status("VmRSS")
 asked = [idle.give_back(n * {MB}) for n in (64, 32, 32)]
-given = before - _status("VmRSS")
+given = before - status("VmRSS")
 blocks = use()
 asked += [idle.give_back(16 * {MB})]
 del blocks[200:]
