@@ -15,7 +15,9 @@ constexpr TileShape LONG{512, 128}, WIDE{128, 512};  // WIDE: rows of x that hav
 
 DICP_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The workspace of one thread, and its work on the rows of one panel, shape.columns columns of y.
+// The workspace of one thread, and its work on the rows of one panel, shape.columns columns of y. Sums add up where
+// float32 results lie. Those of batches do not: their rows may be of any length, and oneDNN keeps a kernel for each
+// distance between rows that it has seen.
 template <Activation act, class T, class W, class S> struct GemmTile {
   const Product& g;
   const T* x;
@@ -23,15 +25,19 @@ template <Activation act, class T, class W, class S> struct GemmTile {
   const Epilogue<T, S> e;
   T* y;
   TileShape shape;
+  bool in_place;                                             // the sums
   int64_t width, depth;                                      // of a block of w, its rows whole cache lines
   float *block = nullptr, *rows = nullptr, *sums = nullptr;  // [depth][width], [ROW_TILE][depth], [shape.rows][width]
 
   GemmTile(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
       : g(of), x(left), w(right), e(after), y(result) {
-    shape = g.x[2] == 1 ? LONG : WIDE;
+    shape = g.x[2] == 1 ? LONG : WIDE, in_place = same<T, float> && g.batch == 1;
     width = (least(g.columns, shape.columns) + 15) / 16 * 16, depth = (least(g.depth, DEPTH_TILE) + 15) / 16 * 16;
   }
-  int64_t floats() const { return depth * width + least(g.rows, ROW_TILE) * depth + least(g.rows, shape.rows) * width; }
+  int64_t floats() const {
+    const int64_t of_sums = in_place ? 0 : least(g.rows, shape.rows) * width;
+    return depth * width + least(g.rows, ROW_TILE) * depth + of_sums;
+  }
   void use(float* memory) {
     block = memory, rows = block + depth * width, sums = rows + least(g.rows, ROW_TILE) * depth;
   }
@@ -44,28 +50,36 @@ template <Activation act, class T, class W, class S> struct GemmTile {
         const int64_t some = least(g.depth - k, DEPTH_TILE);
         if (group == first || g.depth > DEPTH_TILE)
           bring(w + batch * g.w[0] + k * g.w[1] + column * g.w[2], g.w[1], g.w[2], some, n, block, width);
-        for (int64_t r = 0; r < of_group; r += ROW_TILE)
-          multiply(x + batch * g.x[0] + (group + r) * g.x[1] + k * g.x[2], least(of_group - r, ROW_TILE), n, some,
-                   sums + r * width, k > 0);
+        for (int64_t r = 0; r < of_group; r += ROW_TILE) {
+          const int64_t m = least(of_group - r, ROW_TILE), row = group + r;
+          float *to = sums + r * width;
+          int64_t step = width;
+          if constexpr (same<T, float>)
+            if (in_place) to = y + row * g.y[1] + column, step = g.y[1];
+          multiply(x + batch * g.x[0] + row * g.x[1] + k * g.x[2], m, n, some, to, step, k > 0);
+          if (k + some == g.depth && !(in_place && is_final()))
+            for (int64_t i = 0; i < m; ++i) finish<act>(to + i * step, n, g, e, batch, row + i, column, y);
+        }
       }
-      for (int64_t r = 0; r < of_group; ++r) finish<act>(sums + r * width, n, g, e, batch, group + r, column, y);
     }
   }
+  DICP_INLINE bool is_final() const { return act == NONE && !e.scale && !e.bias && !e.other; }
 
-  // sums (+)= some of the depth of m rows of x, from `left` on, times the block
-  DICP_INLINE void multiply(const T* left, int64_t m, int64_t n, int64_t some, float* to, bool add) {
+  // sums [m, n], `step` from row to row, (+)= some of the depth of m rows of x, from `left` on, times the block
+  DICP_INLINE void multiply(const T* left, int64_t m, int64_t n, int64_t some, float* to, int64_t step, bool add) {
     if constexpr (same<T, float>)
-      if (g.x[2] == 1) return products(m, n, some, left, g.x[1], to, add);
+      if (g.x[2] == 1) return products(m, n, some, left, g.x[1], to, step, add);
     bring(left, g.x[1], g.x[2], m, some, rows, depth);
-    products(m, n, some, rows, depth, to, add);
+    products(m, n, some, rows, depth, to, step, add);
   }
 
   // Rows beyond a multiple of FEW apart: oneDNN keeps a kernel for each number of rows that it has seen (44 KB a
   // thread), which are then few, whatever sizes a program is called with.
-  DICP_INLINE void products(int64_t m, int64_t n, int64_t some, const float* left, int64_t step, float* to, bool add) {
+  DICP_INLINE void products(int64_t m, int64_t n, int64_t some, const float* left, int64_t from, float* to, int64_t step,
+                            bool add) {
     const int64_t rest = m % FEW, many = m - rest;
-    if (many) product(many, n, some, left, step, block, width, to, width, add);
-    if (rest) product(rest, n, some, left + many * step, step, block, width, to + many * width, width, add);
+    if (many) product(many, n, some, left, from, block, width, to, step, add);
+    if (rest) product(rest, n, some, left + many * from, from, block, width, to + many * step, step, add);
   }
 };
 
