@@ -5,6 +5,8 @@
 p: batch * height * width; o: output channels; k: input channels * window. A window of 1x1 and stride 1 needs
 no copy of x; any other gathers each position's window first (im2col).
 
+What dicp.linear does inside its call goes with it: an activation behind the result, or what is added to it.
+
 Of a low precision that is computed in float32 (dicp.passes.widen), the product takes the operands as they are
 stored, and gives what is stored, where the vendor has products of such.
 """
@@ -28,7 +30,7 @@ from dicp.ops.library import register
 from dicp.passes.facts import FREE_OUTPUTS, aten, is_tensor, prims, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
-from dicp.passes.rules import Emitter, finish, replace
+from dicp.passes.rules import Activations, Emitter, activations_of, finish, replace, try_claim
 
 Part = Literal["result", "input", "weight"]
 """What is computed: the convolution's result, or the gradient of its input or of its weight."""
@@ -99,9 +101,20 @@ def _operands(node: Node) -> tuple[Node, Node, Node, tuple[Any, Any, Any], int] 
     if node.target is aten.convolution_backward.default and not a[7]:
         return a[1], a[2], a[0], (a[4], a[5], a[6]), a[9]
     if node.target is torch.ops.dicp.conv.default:
-        plain = a[3] is None and (a[8] if len(a) > 8 else node.kwargs.get("act", "none")) == "none"
-        return (a[0], a[1], node, (a[4], a[5], a[6]), a[7]) if plain else None
+        adds = a[3] is not None and value_of(a[3]).dtype == value_of(node).dtype
+        if _act(node) == "none" and (a[3] is None or adds):
+            return a[0], a[1], node, (a[4], a[5], a[6]), a[7]
     return None
+
+
+def _act(node: Node) -> str:
+    a: Sequence[Any] = node.args
+    return str(a[8] if len(a) > 8 else node.kwargs.get("act", "none"))
+
+
+def _other(node: Node) -> Any:
+    """What a dicp.conv adds to its result."""
+    return node.args[3] if node.target is torch.ops.dicp.conv.default else None
 
 
 def _stored(x: Any) -> Any:
@@ -133,7 +146,7 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
     if mode is None:
         return gm
-    constants = constants_of(gm)
+    constants, activations = constants_of(gm), activations_of(gm)
     for node in list(gm.graph.nodes):
         conv = convolution_of(node)
         if conv is None or packed_form(vendor, node, constants) is not None:
@@ -142,8 +155,9 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
             if node.target is aten.convolution_backward.default:
                 _gradients(node, conv, vendor)
             elif pays(vendor, "result", conv) and _of_one_dtype(node):
-                if _ready(node.args[0], node.args[1], conv):
-                    _result(node, conv, vendor)
+                if _ready(node.args[0], node.args[1], conv) and not _fused(node, conv, vendor, activations):
+                    if _other(node) is None:
+                        _result(node, conv, vendor)
     return finish(gm)
 
 
@@ -159,6 +173,29 @@ def _of_one_dtype(node: Node) -> bool:
     a low precision is float32, which a library's convolution adds before it rounds."""
     bias = node.args[2]
     return bias is None or value_of(bias).dtype == value_of(node).dtype
+
+
+def _fused(node: Node, conv: Convolution, vendor: Any, activations: Activations) -> bool:
+    """Put dicp.linear for a convolution and what it adds, or the activation behind it, if the vendor claims
+    that. Not for a convolution that is computed in another dtype than its operands are stored in."""
+    other = _other(node)
+    act, root = activations.get(node, ("none", node)) if other is None else ("none", node)
+    given = [x for x in (*node.args[:3], other) if x is not None]
+    if (other is None and act == "none") or any(_stored(x) is not x for x in given):
+        return False
+    if other is not None and not value_of(other).is_contiguous(memory_format=torch.channels_last):
+        return False
+    emit = Emitter(node)
+    x, weight, bias = node.args[:3]
+    added = None if other is None else _channels_as_rows(emit, other)
+    args = (_rows(emit, x, conv), _flat_weight(emit, weight), bias, added)
+    plain = emit(torch.ops.dicp.linear.default, *args, "none")
+    y = try_claim(vendor, torch.ops.dicp.linear.default, (*args, act), at=plain)
+    if y is None:
+        emit.undo()
+        return False
+    _replace(root, y, lambda y, of: _ordered(emit, _image(emit, y, of, x, conv), of))
+    return True
 
 
 def _result(node: Node, conv: Convolution, vendor: Any) -> None:

@@ -30,12 +30,13 @@ class Spans:
     """
 
     def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._free = [Span(0, nbytes, False)] if nbytes else []
         self.held = self.warm = 0
 
     def take(self, size: int) -> int | None:
         """The start of so many bytes: in the smallest warm span that holds them, else where the fewest are
-        cold; the lowest of such places. None: there is no place."""
+        cold, the lowest of such places. None: there is no place."""
         warm = self._smallest_warm(size)
         return self._hold(self._least_cold(size) if warm is None else warm, size)
 
@@ -50,12 +51,25 @@ class Spans:
         return start
 
     def _smallest_warm(self, size: int) -> int | None:
+        """At the end beside what is free rather than beside what is held: of the activations of a chain of
+        layers each is dropped before the next but one is made, which then finds room on both sides."""
         best, least = -1, 0
         for k, s in enumerate(self._free):
             room = s.end - s.start
             if s.warm and room >= size and (best < 0 or room < least):
                 best, least = k, room
-        return None if best < 0 else self._free[best].start
+        if best < 0:
+            return None
+        s = self._free[best]
+        return s.end - size if self._is_held(best, -1) and not self._is_held(best, 1) else s.start
+
+    def _is_held(self, k: int, side: int) -> bool:
+        """Whether what lies below (-1) or above (1) a free span is held."""
+        s, beside = self._free[k], k + side
+        if not 0 <= beside < len(self._free):
+            return 0 < s.start if side < 0 else s.end < self._nbytes
+        other = self._free[beside]
+        return other.end != s.start if side < 0 else s.end != other.start
 
     def _least_cold(self, size: int) -> int | None:
         best: tuple[int, int] | None = None

@@ -23,6 +23,21 @@ def test_the_smallest_warm_span_that_holds_it_is_taken_first() -> None:
     assert (spans.held, spans.warm) == (40, 10)
 
 
+def test_a_piece_lies_away_from_what_is_held() -> None:
+    """So that a chain of layers, each dropped before the next but one is made, meets no holes."""
+    spans = Spans(100)
+    spans.take(60)
+    spans.give(0, 60)
+    first, second = spans.take(20), spans.take(10)
+    assert (first, second) == (0, 50)
+    assert first is not None
+    spans.give(first, 20)
+    assert spans.take(45) == 0
+    spans.give(0, 45)
+    assert shown(spans) == "0-50w 60-100c"
+    assert (spans.take(10), spans.take(10)) == (0, 10)  # held on both sides: the lower
+
+
 def test_what_fits_in_no_warm_span_begins_in_one_that_cold_bytes_follow() -> None:
     spans = Spans(100)
     spans.take(10)
