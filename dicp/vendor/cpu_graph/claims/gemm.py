@@ -57,7 +57,8 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     group, panel = LONG if x.strides[-1] == 1 else WIDE
     rows = x.shape[-2] if len(x.shape) == len(w.shape) else group
     width, deep = (-(-_most(n, tile) // 16) * 16 for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
-    in_place = len(w.shape) == 2 and x.buffer.dtype == torch.float32  # sums lie in the result
+    lines = isinstance(columns, int) and columns % 16 == 0
+    in_place = lines and len(w.shape) == 2 and x.buffer.dtype == torch.float32  # sums lie in the result
     floats = deep * width + _most(rows, ROW_TILE) * deep + (0 if in_place else _most(rows, group) * width)
     return 4 * floats * int(lowering.vendor.machine(lowering.config).threads)
 

@@ -16,8 +16,8 @@ constexpr TileShape LONG{512, 128}, WIDE{128, 512};  // WIDE: rows of x that hav
 DICP_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The workspace of one thread, and its work on the rows of one panel, shape.columns columns of y. Sums add up where
-// float32 results lie. Those of batches do not: their rows may be of any length, and oneDNN keeps a kernel for each
-// distance between rows that it has seen.
+// float32 results lie, if rows are whole cache lines. Those of batches do not: their rows may be of any length, and
+// oneDNN keeps a kernel for each distance between rows that it has seen.
 template <Activation act, class T, class W, class S> struct GemmTile {
   const Product& g;
   const T* x;
@@ -31,7 +31,7 @@ template <Activation act, class T, class W, class S> struct GemmTile {
 
   GemmTile(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
       : g(of), x(left), w(right), e(after), y(result) {
-    shape = g.x[2] == 1 ? LONG : WIDE, in_place = same<T, float> && g.batch == 1;
+    shape = g.x[2] == 1 ? LONG : WIDE, in_place = same<T, float> && g.batch == 1 && g.y[1] % 16 == 0;
     width = (least(g.columns, shape.columns) + 15) / 16 * 16, depth = (least(g.depth, DEPTH_TILE) + 15) / 16 * 16;
   }
   int64_t floats() const {
