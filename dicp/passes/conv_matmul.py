@@ -30,7 +30,7 @@ from dicp.ops.library import register
 from dicp.passes.facts import FREE_OUTPUTS, aten, is_tensor, prims, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
-from dicp.passes.rules import Activations, Emitter, activations_of, finish, replace, try_claim
+from dicp.passes.rules import Activations, Emitter, activations_of, finish, replace
 
 Part = Literal["result", "input", "weight"]
 """What is computed: the convolution's result, or the gradient of its input or of its weight."""
@@ -185,13 +185,11 @@ def _fused(node: Node, conv: Convolution, vendor: Any, activations: Activations)
         return False
     if other is not None and not value_of(other).is_contiguous(memory_format=torch.channels_last):
         return False
-    emit = Emitter(node)
+    emit, linear = Emitter(node), torch.ops.dicp.linear.default
     x, weight, bias = node.args[:3]
     added = None if other is None else _channels_as_rows(emit, other)
-    args = (_rows(emit, x, conv), _flat_weight(emit, weight), bias, added)
-    plain = emit(torch.ops.dicp.linear.default, *args, "none")
-    y = try_claim(vendor, torch.ops.dicp.linear.default, (*args, act), at=plain)
-    if y is None:
+    y = emit(linear, _rows(emit, x, conv), _flat_weight(emit, weight), bias, added, act)
+    if not vendor.supports(linear, y):
         emit.undo()
         return False
     _replace(root, y, lambda y, of: _ordered(emit, _image(emit, y, of, x, conv), of))
