@@ -67,8 +67,8 @@ class Convolution:
 
 def convolution_of(node: Node) -> Convolution | None:
     """The convolution that a node computes or differentiates, where a product could stand for it: two
-    dimensions, one group, no dilation, nothing fused; of any size where no window is gathered, else of a
-    known height and width."""
+    dimensions, one group, no dilation, no activation; of any size, and with something added, where no window
+    is gathered, else of a known height and width."""
     found = _operands(node)
     if found is None:
         return None
@@ -89,7 +89,7 @@ def convolution_of(node: Node) -> Convolution | None:
         dtype=x.dtype,
         stored=value_of(_stored(found[0])).dtype,
     )
-    known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:]))
+    known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:])) and _other(node) is None
     return conv if known or conv.pointwise else None
 
 

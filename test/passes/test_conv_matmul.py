@@ -119,17 +119,18 @@ graph(arg0_1: f32[2,3,5,4], arg1_1: f32[6,3,1,1], arg2_1: f32[6]):
     def test_what_is_added_goes_with_it_if_it_lies_by_rows(self) -> None:
         register()
 
-        def text(order: Any, act: str = "none") -> str:
+        def text(order: Any, act: str = "none", window: int = 1) -> str:
             def f(x: T, w: T, other: T) -> T:
-                sizes = ([1, 1], [0, 0], [1, 1], 1)
+                sizes = ([1, 1], [window // 2, window // 2], [1, 1], 1)
                 return torch.ops.dicp.conv.default(last(x), w, None, order(other), *sizes, act)
 
-            g = graph_of(f, (2, 3, 5, 4), (6, 3, 1, 1), (2, 6, 5, 4))
+            g = graph_of(f, (2, 3, 5, 4), (6, 3, window, window), (2, 6, 5, 4))
             return show(self.check(rewrite_conv_matmul, g, Products()))
 
         self.assertIn("f32[40,6] = dicp.linear(v5, v6, None, v3, none)", text(last))
         self.assertIn("dicp.conv(", text(T.contiguous))
         self.assertIn("dicp.conv(", text(last, "relu"))  # of the sum: linear has it before
+        self.assertIn("dicp.conv(", text(last, window=3))  # whose windows would be gathered
 
     def test_larger_window_gathers(self) -> None:
         g = graph_of(
