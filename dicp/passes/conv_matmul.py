@@ -27,7 +27,7 @@ from dicp.compat import fake_mode_of, quiet_shapes, size_hint
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import same_stride
 from dicp.ops.library import register
-from dicp.passes.facts import FREE_OUTPUTS, aten, is_tensor, prims, value_of
+from dicp.passes.facts import FREE_OUTPUTS, aten, is_tensor, prims, same_dtype, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
 from dicp.passes.rules import Activations, Emitter, activations_of, finish, replace
@@ -89,8 +89,8 @@ def convolution_of(node: Node) -> Convolution | None:
         dtype=x.dtype,
         stored=value_of(_stored(found[0])).dtype,
     )
-    known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:])) and _other(node) is None
-    return conv if known or conv.pointwise else None
+    known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:]))
+    return conv if conv.pointwise or (known and _other(node) is None) else None
 
 
 def _operands(node: Node) -> tuple[Node, Node, Node, tuple[Any, Any, Any], int] | None:
@@ -101,15 +101,10 @@ def _operands(node: Node) -> tuple[Node, Node, Node, tuple[Any, Any, Any], int] 
     if node.target is aten.convolution_backward.default and not a[7]:
         return a[1], a[2], a[0], (a[4], a[5], a[6]), a[9]
     if node.target is torch.ops.dicp.conv.default:
-        adds = a[3] is not None and value_of(a[3]).dtype == value_of(node).dtype
-        if _act(node) == "none" and (a[3] is None or adds):
+        act = a[8] if len(a) > 8 else node.kwargs.get("act", "none")
+        if act == "none" and (a[3] is None or same_dtype(a[3], node)):
             return a[0], a[1], node, (a[4], a[5], a[6]), a[7]
     return None
-
-
-def _act(node: Node) -> str:
-    a: Sequence[Any] = node.args
-    return str(a[8] if len(a) > 8 else node.kwargs.get("act", "none"))
 
 
 def _other(node: Node) -> Any:
@@ -155,9 +150,8 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
             if node.target is aten.convolution_backward.default:
                 _gradients(node, conv, vendor)
             elif pays(vendor, "result", conv) and _of_one_dtype(node):
-                if _ready(node.args[0], node.args[1], conv) and not _fused(node, conv, vendor, activations):
-                    if _other(node) is None:
-                        _result(node, conv, vendor)
+                if _ready(node.args[0], node.args[1], conv):
+                    _result(node, conv, vendor, activations)
     return finish(gm)
 
 
@@ -196,7 +190,9 @@ def _fused(node: Node, conv: Convolution, vendor: Any, activations: Activations)
     return True
 
 
-def _result(node: Node, conv: Convolution, vendor: Any) -> None:
+def _result(node: Node, conv: Convolution, vendor: Any, activations: Activations) -> None:
+    if _fused(node, conv, vendor, activations) or _other(node) is not None:
+        return
     emit = Emitter(node)
 
     def product(emit: Emitter, x: Any, weight: Any, bias: Any) -> Node:

@@ -52,7 +52,7 @@ template <Activation act, class T, class W, class S> struct GemmTile {
           bring(w + batch * g.w[0] + k * g.w[1] + column * g.w[2], g.w[1], g.w[2], some, n, block, width);
         for (int64_t r = 0; r < of_group; r += ROW_TILE) {
           const int64_t m = least(of_group - r, ROW_TILE), row = group + r;
-          float *to = sums + r * width;
+          float* to = sums + r * width;
           int64_t step = width;
           if constexpr (same<T, float>)
             if (in_place) to = y + row * g.y[1] + column, step = g.y[1];
