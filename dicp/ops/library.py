@@ -6,6 +6,7 @@ graph still runs in eager PyTorch. They are functional, and used after autograd:
     linear     y = act(x @ w.T + b) + other          other: [..., N], added after the activation
     scaled_linear  y = act(x @ w.T * scale + b) + other   w: int8
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
+    separable  y = conv(act2(conv(act1(conv(x, w1, b1)), w2, b2)), w3, b3) + other    any, depthwise, 1x1
     attention  y = softmax(scale * q @ k.T + mask) @ v
     add_rows   y = x, with rows added at indices     low precision: each row of y is rounded once
     pack       y = w, in a form that a vendor's library computes with; only the vendor knows what it is
@@ -37,6 +38,8 @@ _SCHEMAS = (
     "scaled_linear(Tensor x, Tensor w, Tensor? scale, Tensor? b, Tensor? other, str act='none') -> Tensor",
     "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, int[] stride, int[] padding, int[] dilation, "
     "int groups, str act) -> Tensor",
+    "separable(Tensor x, Tensor w1, Tensor? b1, Tensor? other, Tensor w2, Tensor? b2, Tensor w3, "
+    "Tensor? b3, int[] stride1, int[] padding1, int[] stride2, int[] padding2, str act1, str act2) -> Tensor",
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float? scale) -> Tensor",
     "add_rows(Tensor x, Tensor rows, Tensor indices, SymInt padding) -> Tensor",
     "pack(Tensor w, str form) -> Tensor",
@@ -51,6 +54,7 @@ def register() -> torch.library.Library:
         "linear": (linear, _linear_fake),
         "scaled_linear": (scaled_linear, _scaled_linear_fake),
         "conv": (conv, _conv_fake),
+        "separable": (separable, _separable_fake),
         "attention": (attention, _attention_fake),
         "add_rows": (add_rows, _add_rows_fake),
         "pack": (pack, pack),
@@ -147,6 +151,57 @@ def _convolution(
     return torch.ops.aten.convolution.default(
         x, w, b, stride, padding, dilation, False, no_output_padding, groups
     )
+
+
+def separable(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    other: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    w3: Tensor,
+    b3: Tensor | None,
+    stride1: list[int],
+    padding1: list[int],
+    stride2: list[int],
+    padding2: list[int],
+    act1: str,
+    act2: str,
+) -> Tensor:
+    """conv3(act2(conv2(act1(conv1(x))))) + other, where each convolution's result is of x's dtype.
+
+    x: [B, C, H, W]; w1: [N, C, *window], w2: [N, 1, *window], of a convolution of each channel for itself,
+    w3: [M, N, 1, 1]; b1, b2: [N], b3: [M], of x's dtype or float32; stride1, padding1, stride2, padding2: of
+    the first two; other: of the result's shape, [B, M, *out]. Strides are those of conv.
+    """
+    y = conv(x, w1, b1, None, stride1, padding1, [1, 1], 1, act1)
+    y = conv(y, w2, b2, None, stride2, padding2, [1, 1], w2.shape[0], act2)
+    y = conv(y, w3, b3, None, [1, 1], [0, 0], [1, 1], 1, "none")
+    return y if other is None else y.add_(other)
+
+
+def _separable_fake(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    other: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    w3: Tensor,
+    b3: Tensor | None,
+    stride1: list[int],
+    padding1: list[int],
+    stride2: list[int],
+    padding2: list[int],
+    act1: str,
+    act2: str,
+) -> Tensor:
+    for act in (act1, act2):
+        _check_act("separable", act)
+    y = _convolution(x, w1, None, stride1, padding1, [1, 1], 1)
+    y = _convolution(y, w2, None, stride2, padding2, [1, 1], w2.shape[0])
+    return _convolution(y, w3, None, [1, 1], [0, 0], [1, 1], 1)
 
 
 def attention(

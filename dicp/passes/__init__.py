@@ -21,6 +21,7 @@ from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_linear import rewrite_linear
 from dicp.passes.rewrite_norm import rewrite_norm
 from dicp.passes.rewrite_scatter import rewrite_scatter
+from dicp.passes.rewrite_separable import rewrite_separable
 from dicp.passes.rules import Claims
 from dicp.passes.split_backward import split_backward
 from dicp.passes.widen import widen
@@ -66,6 +67,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_dot", lambda gm, vendor: rewrite_dot(gm), "after attention, which takes its own"),
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
+    Pass("rewrite_separable", rewrite_separable, "after the convolutions that it is made of, before layout"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
     Pass("choose_layout", choose_layout, "it counts what the rewrites left"),

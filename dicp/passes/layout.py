@@ -167,8 +167,10 @@ def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
 
 def _conv_inputs(node: Node) -> tuple[int, ...]:
     """Which arguments of a 2-D convolution are activations."""
-    if node.target in (aten.convolution.default, torch.ops.dicp.conv.default):
-        indices: tuple[int, ...] = (0, 3) if node.target is torch.ops.dicp.conv.default else (0,)
+    if node.target is aten.convolution.default:
+        indices: tuple[int, ...] = (0,)
+    elif node.target in (torch.ops.dicp.conv.default, torch.ops.dicp.separable.default):
+        indices = (0, 3)
     elif node.target is aten.convolution_backward.default:
         indices = (0, 1)
     else:

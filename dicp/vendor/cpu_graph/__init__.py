@@ -80,9 +80,9 @@ class CpuGraph:
     def channels_last_gain(self, node: fx.Node) -> float:
         """Bytes, as the layout pass counts them, that a convolution spares by an algorithm which only
         channels-last has (dicp.passes.layout)."""
-        from dicp.vendor.cpu_graph.claims import depthwise, winograd
+        from dicp.vendor.cpu_graph.claims import depthwise, separable, winograd
 
-        return winograd.gain(node) + depthwise.gain(node)
+        return winograd.gain(node) + depthwise.gain(node) + separable.gain(node)
 
     def packs(self, node: fx.Node) -> str | None:
         """The form in which a constant weight is computed with."""

@@ -16,12 +16,13 @@ DTYPES = [d for d in (torch.float32, torch.bfloat16) if onednn_has(d)]
 
 
 class Bottleneck(torch.nn.Module):
-    """A 1x1, a depthwise and another 1x1 convolution with norms, around which the image goes."""
+    """A 1x1, a depthwise and another 1x1 convolution with norms, around which the image goes; the second dilated,
+    so that they are calls of their own."""
 
     def __init__(self, channels: int = 8) -> None:
         super().__init__()
         self.wide = torch.nn.Conv2d(channels, 24, 1, bias=False)
-        self.deep = torch.nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False)
+        self.deep = torch.nn.Conv2d(24, 24, 3, padding=2, dilation=2, groups=24, bias=False)
         self.narrow = torch.nn.Conv2d(24, channels, 1)
         self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(n) for n in (24, 24, channels))
 

@@ -19,6 +19,7 @@ from dicp.vendor.cpu_graph.claims import (
     matmul,
     others,
     rectified,
+    separable,
 )
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
@@ -90,6 +91,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         if node.args[3] is not None and node.meta["val"].dim() == 3:
             return False  # nor rows: only images and volumes
         return onednn_has(dtype)
+    if target is torch.ops.dicp.separable.default:
+        return separable.supports(node)
     if target is torch.ops.dicp.add_rows.default:
         return embedding.add_rows(node, None) is not None
     return dtype in FLOATS
@@ -125,6 +128,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         torch.ops.dicp.linear.default: matmul.linear,
         torch.ops.dicp.scaled_linear.default: matmul.scaled_linear,
         torch.ops.dicp.conv.default: convolution.conv,
+        torch.ops.dicp.separable.default: separable.separable,
         torch.ops.dicp.attention.default: attention.attention,
         aten.convolution.default: convolution.convolution,
         aten.embedding_dense_backward.default: embedding.embedding_backward,

@@ -13,8 +13,6 @@ constexpr int64_t FEW = 16, ROW_TILE = 128, DEPTH_TILE = 128;
 struct TileShape { int64_t rows, columns; };
 constexpr TileShape LONG{512, 128}, WIDE{128, 512};  // WIDE: rows of x that have to be turned meet more columns
 
-DICP_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // The workspace of one thread, and its work on the rows of one panel, shape.columns columns of y. Sums add up where
 // float32 results lie, if rows are whole cache lines. Those of batches do not: their rows may be of any length, and
 // oneDNN keeps a kernel for each distance between rows that it has seen.

@@ -9,6 +9,8 @@ extern "C" int omp_get_thread_num();
 
 namespace dicp {
 
+DICP_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // f(position, lanes) for each vector of n elements
 template <class F> DICP_INLINE void each_part(int64_t n, F f) {
   int64_t c = 0;
