@@ -146,6 +146,16 @@ def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
     return lowering.operand(args[k], order=order_of(source.meta["val"]))
 
 
+def order_in_memory(operand: Any) -> tuple[int, ...] | None:
+    """The layout that the pass chose for an operand, or the one it was traced with."""
+    from dicp.schedule.strides import order_of
+
+    if not isinstance(operand, fx.Node):
+        return None
+    found = operand.meta.get("dicp_layout")
+    return tuple(order_of(operand.meta["val"]) if found is None else found)
+
+
 def memory_order(v: View) -> tuple[int, ...]:
     """Dims from outermost to innermost. Strides that are not numbers are compared with those of the orders
     that libraries know; row-major otherwise."""

@@ -25,6 +25,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     in_layout,
     lists,
     onednn_has,
+    order_in_memory,
 )
 from dicp.vendor.cpu_graph.claims.images import CHANNELS_LAST
 
@@ -107,7 +108,7 @@ def _in_both_layouts(claim: Claim, node: fx.Node, config: Any, operands: Sequenc
 
         return prepare
 
-    lies = {_order(node.args[k]) for k in operands} - {None}
+    lies = {order_in_memory(node.args[k]) for k in operands} - {None}
     others = {name: order for name, order in LAYOUTS.items() if lies != {order}}
     return [
         claim,
@@ -116,16 +117,6 @@ def _in_both_layouts(claim: Claim, node: fx.Node, config: Any, operands: Sequenc
             for name, order in others.items()
         ),
     ]
-
-
-def _order(operand: Any) -> tuple[int, ...] | None:
-    """The layout that the pass chose for an operand, or the one it was traced with."""
-    from dicp.schedule.strides import order_of
-
-    if not isinstance(operand, fx.Node):
-        return None
-    found = operand.meta.get("dicp_layout")
-    return tuple(order_of(operand.meta["val"]) if found is None else found)
 
 
 def convolution(node: fx.Node, config: Any) -> list[Claim]:
@@ -200,7 +191,7 @@ def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any)
     window = winograd.window_of(node)
     if config.numerics == "eager" or window is None:
         return library
-    ahead = _order(node.args[0]) == CHANNELS_LAST and winograd.pays(window)
+    ahead = order_in_memory(node.args[0]) == CHANNELS_LAST and winograd.pays(window)
     return [own, *library] if ahead else [*library, own]
 
 
@@ -209,13 +200,13 @@ def _with_depthwise(library: list[Claim], node: fx.Node, config: Any) -> list[Cl
     if config.numerics == "eager":
         return library
     own = depthwise.input_gradient() if node.args[10][0] else depthwise.window_gradient()  # type: ignore[union-attr, index]
-    ahead = _order(node.args[0]) == CHANNELS_LAST and depthwise.is_ahead(node)
+    ahead = order_in_memory(node.args[0]) == CHANNELS_LAST and depthwise.is_ahead(node)
     return [own, *library] if ahead else [*library, own]
 
 
 def splits_gradients(node: fx.Node) -> bool:
     """Whether the gradients of a convolution are better calls of their own."""
-    if _order(node.args[0]) != CHANNELS_LAST:
+    if order_in_memory(node.args[0]) != CHANNELS_LAST:
         return False
     window = winograd.window_of(node)
     return window is not None and winograd.pays(window) or depthwise.is_ahead(node)
