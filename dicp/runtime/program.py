@@ -160,7 +160,7 @@ def _allocate_and_free(program: Program) -> None:
             k = position[id(item)]
             if k in heap:
                 step.allocs[at] = heap[k]
-            libraries = _library_results(item)
+            libraries = _library_results(item, plan)
             for name in (*heap.get(k, ()), *libraries):
                 final = plan.last_use.get(name, k)
                 outlives = name in returned or where.get(final, -1) != where[k]
@@ -170,9 +170,10 @@ def _allocate_and_free(program: Program) -> None:
                     step.kept.append(name)
 
 
-def _library_results(item: Item) -> list[str]:
-    outputs = item.outputs if isinstance(item, Call) else ()
-    return [b.name for b in outputs if b is not None and b.kind == "library"]
+def _library_results(item: Item, plan: Plan) -> list[str]:
+    """What the library allocates for a call: not what it writes over an operand."""
+    outputs = [b for b in item.outputs if b is not None] if isinstance(item, Call) else []
+    return [b.name for b in outputs if b.kind == "library" and plan.find(b.name) == b.name]
 
 
 def _sized_late(lowered: Lowered, call: Call, known: set[Any]) -> list[str]:

@@ -2,10 +2,10 @@
 
 Buffers whose lifetimes do not overlap share memory (schedule/placement.py). Symbolic sizes are planned at
 those of the example, so that the plan holds for all. In-place reuse comes first: a kernel's result takes
-over the buffer of an operand that dies there and is read only at the position written. Where that is a
-library's buffer and the arena has room at that time anyway, the result moves there, and the library's
-buffer is freed sooner. Last, temporaries leave an arena that would be larger than what is alive when the
-program's memory peaks (schedule/heap.py).
+over the buffer of an operand that dies there and is read only at the position written, and so does that of a
+call which can write over an operand. Where a kernel's lies in a library's buffer then, and the arena has room
+at that time anyway, the result moves there, and the library's buffer is freed sooner. Last, temporaries leave
+an arena that would be larger than what is alive when the program's memory peaks (schedule/heap.py).
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _lifetimes(items: list[Item], lowered: Lowered, plan: Plan) -> tuple[dict[st
 def _reuse_in_place(work: _Work) -> None:
     lowered, plan, start, end = work.lowered, work.plan, work.start, work.end
     for k, item in enumerate(work.items):
-        if not isinstance(item, Launch):
+        if isinstance(item, Call):
+            _write_over(work, k, item)
             continue
         taken: set[str] = set()
         for out in item.buffers:
@@ -148,6 +149,24 @@ def _reuse_in_place(work: _Work) -> None:
                     taken.add(root)
                     end[root] = end[out.name]
                     break
+
+
+def _write_over(work: _Work, k: int, call: Call) -> None:
+    """Have a call write over an operand, where it can. What the caller gets stays a tensor of its own."""
+    if call.claim is None or call.claim.over is None:
+        return
+    plan, out, given = work.plan, call.outputs[0], call.args[call.claim.over]
+    if out is None or given is None:
+        return
+    root = plan.find(given.buffer.name)
+    owner = work.lowered.buffers[root]
+    read = [plan.find(v.buffer.name) for v in views((call.args, call.kwargs))]
+    alike = (given.shape, given.strides, given.offset) == (out.shape, out.strides, 0)
+    dies = work.end[root] == k and read.count(root) == 1 and work.end[out.name] < len(work.items)
+    same = owner.nbytes == out.nbytes and owner.dtype == given.buffer.dtype == out.dtype
+    if alike and dies and same and owner.kind in ("temp", "library") and work.start[out.name] == k:
+        plan.root[out.name] = root
+        work.end[root] = work.end[out.name]
 
 
 def _borrow(work: _Work) -> list[Lifetime]:

@@ -27,6 +27,8 @@ class Claim:
     workspace(lowering, node, args) -> bytes that a call with `out` needs while it runs, planned as temporary
     values are: the last of its outputs.
     updates: the call writes its result over its first operand, row-major, which nothing else reads by then.
+    over: the position of an operand over which the call can write its only result as well. Where that lies in
+    memory as the result does and is dead then, the plan gives both the same memory.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Claim:
     as_traced: bool = False
     workspace: Callable[[Any, fx.Node, Sequence[Any]], int] | None = None
     updates: bool = False
+    over: int | None = None
 
 
 def dense(*positions: int) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:

@@ -199,6 +199,42 @@ def test_operand_of_another_width_keeps_its_memory() -> None:
     )
 
 
+def _adding(out: bool) -> Kernels:
+    """Claims products, and sums with products that can be written over what is added."""
+    claims = {
+        "mm": Claim("mm", lambda writer, call: [], out=out),
+        "addmm": Claim("addmm", lambda writer, call: [], out=out, over=0),
+    }
+    return Kernels(claims)
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_call_writes_over_an_operand_that_dies(out: bool) -> None:
+    p = compiled(lambda x, w: torch.addmm(x @ w, x, w) @ w, (8, 8), (8, 8), vendor=_adding(out))
+    check_plan(p)
+    first, second, _ = p.library_calls
+    assert p.plan.find(second.outputs[0].name) == first.outputs[0].name
+    freed = [name for step in p.steps for names in step.frees.values() for name in names]
+    assert freed == ([] if out else [first.outputs[0].name]), "once, after its last reader"
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_call_writes_elsewhere_than_what_is_still_needed(out: bool) -> None:
+    others = {
+        "read later": lambda x, w: (torch.addmm(a := x @ w, x, w) @ w) + a,
+        "read in another way": lambda x, w: torch.addmm(a := x @ w, a, w) @ w,
+        "an input": lambda x, w: torch.addmm(x, x.exp(), w) @ w,
+        "in another order": lambda x, w: torch.addmm((x @ w).t(), x, w) @ w,
+        "a part": lambda x, w: torch.addmm((x @ torch.cat([w, w], 1))[:, :8], x, w) @ w,
+        "what the caller gets": lambda x, w: torch.addmm(x @ w, x, w),
+    }
+    for name, fn in others.items():
+        p = compiled(fn, (8, 8), (8, 8), vendor=_adding(out))
+        check_plan(p)
+        call = next(c for c in p.library_calls if c.claim.name == "addmm")
+        assert p.plan.find(call.outputs[0].name) == call.outputs[0].name, name
+
+
 def test_results_and_inputs_are_outside_the_arena() -> None:
     p = compiled(*MODELS["mlp"], vendor=LIBRARY)
     kinds = {p.lowered.buffers[n].kind for n in p.plan.offset}

@@ -169,6 +169,19 @@ class SegmentWriter:
         self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) return {-number};")
         self._require(results, number)
 
+    def is_over(self, call: Call) -> bool:
+        """Whether the call's only result is to be written over an operand (`Claim.over`)."""
+        out = call.outputs[0]
+        assert out is not None
+        return bool(self.plan.find(out.name) != out.name)
+
+    def call_over(self, call: Call, function: str, arguments: Sequence[str]) -> None:
+        """One library call that writes its result over an operand, on which it gives another handle."""
+        self.calls.append(call)
+        name = self.fresh("again")
+        given = ", ".join([*arguments, f"&{name}.h"])
+        self.lines += [f"Tensor {name};", f"if ({function}({given})) return {-len(self.calls)};"]
+
     def call_into(self, call: Call, function: str, arguments: Callable[[str], Sequence[str]]) -> None:
         """One call of a template, in place of a library's that allocates its only result. arguments(pointer
         of the result)."""

@@ -48,3 +48,33 @@ def test_an_activation_keeps_nan(act: Callable[[torch.Tensor], torch.Tensor], fr
         got = torch.compile(fn, backend="dicp_cpu", options={"freeze": freeze})(x)
         for mine, theirs in zip(got, fn(x), strict=True):
             assert theirs.isnan().any() and torch.equal(mine.isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("act", ["none", "relu"])
+@torch.no_grad()
+def test_what_is_added_is_written_over(act: str, freeze: bool) -> None:
+    """Residuals of convolutions one behind the other; NaN goes through, and an input is never written."""
+    torch.manual_seed(1)
+    convs = [torch.nn.Conv2d(12, 12, 3, padding=1, stride=1, dilation=1, groups=3) for _ in range(4)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for conv in convs:
+            y = torch.relu(conv(y.sin()) + y) if act == "relu" else conv(y.sin()) + y
+        return y + 1
+
+    torch._dynamo.reset()
+    seen: list[Compiled] = []
+    run = torch.compile(fn, backend="dicp_cpu", options={"freeze": freeze})
+    x = torch.randn(2, 12, 9, 8).contiguous(memory_format=torch.channels_last)
+    kept = x.clone()
+    with observe(seen.append):
+        run(x)
+    native = "".join(text for name, text in seen[-1].program.sources.items() if "segment" in name)
+    assert "convolution_pointwise_binary_(" in native  # all but the first, which adds the input
+    bad = x.clone()
+    bad[1, 3, 4, 4] = float("nan")
+    for image in (x, bad):
+        torch.testing.assert_close(run(image), fn(image), rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(x, kept)

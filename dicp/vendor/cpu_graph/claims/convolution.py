@@ -87,6 +87,9 @@ def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence
     return (*wanted, *rest)
 
 
+OTHER = 3
+"""Of dicp::conv's arguments, what it adds: oneDNN can do that in place."""
+
 LAYOUTS = {"channels-last": CHANNELS_LAST, "row-major": (0, 1, 2, 3)}
 
 
@@ -157,7 +160,7 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
             wanted[3] = lowering.in_order(wanted[3], n.meta["dicp_layout"])
         return wanted
 
-    claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare)
+    claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare, over=OTHER)
     found = _in_both_layouts(claim, node, config, (0, 1, 3))
     form = node.args[1].meta.get(PACKED)  # type: ignore[union-attr]
     if form is not None:
@@ -182,8 +185,12 @@ def _pointwise(w: Any, c: Call, act: str) -> None:
         inside = w.fresh("act")
         w.lines.append(f"const char* {inside} = {name};")
         inside = f"&{inside}"
-    args = [*head, w.tensor(other), handle, w.optional(bias), *sizes, '"add"', "&alpha", inside, *rest]
-    w.call(c, SHIM + "mkldnn__convolution_pointwise_binary", args)
+    added = w.tensor(other)
+    tail = [handle, w.optional(bias), *sizes, '"add"', "&alpha", inside, *rest]
+    if w.is_over(c):
+        w.call_over(c, SHIM + "mkldnn__convolution_pointwise_binary_", [added, *head, *tail])
+    else:
+        w.call(c, SHIM + "mkldnn__convolution_pointwise_binary", [*head, added, *tail])
 
 
 def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:

@@ -125,7 +125,8 @@ def _rectify(w: Any, c: Call, act: str) -> None:
     assert out is not None
     y = View(out, out.shape, out.strides)
     name = _function(w, y, "rectify", "{word}* y, int64_t n, float top", "y, n, top")
-    w.lines.append(f"{name}({out.name}_t.data<{STORAGE[out.dtype]}>(), {w.text(y.span)}, {TOPS[act]});")
+    data = w.pointer_to(c.args[3]) if w.is_over(c) else f"{out.name}_t.data<{STORAGE[out.dtype]}>()"
+    w.lines.append(f"{name}({data}, {w.text(y.span)}, {TOPS[act]});")
 
 
 def _function(w: Any, v: View, name: str, parameters: str, arguments: str) -> str:

@@ -49,6 +49,12 @@ int32_t aoti_torch_cpu_mkldnn__convolution_pointwise_binary(Handle x, Handle oth
                                                             const char* op, double* alpha, const char** act,
                                                             const double** scalars, int64_t n_scalars,
                                                             const char** algorithm, Handle* out);
+int32_t aoti_torch_cpu_mkldnn__convolution_pointwise_binary_(Handle other, Handle x, Handle w, Handle* bias,
+                                                             const int64_t* pad, int64_t, const int64_t* stride,
+                                                             int64_t, const int64_t* dilation, int64_t, int64_t groups,
+                                                             const char* op, double* alpha, const char** act,
+                                                             const double** scalars, int64_t n_scalars,
+                                                             const char** algorithm, Handle* out);
 int32_t aoti_torch_cpu_convolution_backward(Handle grad, Handle x, Handle w, const int64_t** bias_sizes, int64_t,
                                             const int64_t* stride, int64_t, const int64_t* pad, int64_t,
                                             const int64_t* dilation, int64_t, int32_t transposed, const int64_t* opad,
