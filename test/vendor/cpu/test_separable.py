@@ -181,7 +181,8 @@ def served(block: nn.Module, x: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     ("shape", "hidden", "first", "window"),
     [
-        ((1, 8, 2, 2000), 32, {}, (3, 1, 1)),  # so wide that a band has no rows to speak of
+        ((1, 8, 9, 400), 32, {}, (3, 1, 1)),  # so wide that rows of the middle would be made again and again
+        ((1, 8, 3, 2000), 32, {}, (3, 1, (0, 1))),  # so wide that the middle of one row does not stay in a cache
         ((1, 32, 12, 12), 32, {"kernel_size": 3, "padding": 1}, (3, 1, 1)),  # whose first is Winograd's
         ((1, 8, 12, 12), 32, {}, ((3, 1), 1, (1, 0))),  # no square
         ((1, 8, 12, 12), 32, {}, (3, 1, 1, 2)),  # dilated

@@ -101,6 +101,8 @@ def _fits(node: fx.Node) -> bool:
     if not square or not small or not (_is_pointwise(node) or first[1] < GATHERED):
         return False
     cut = _bands(node, 1)
+    if cut.tall * cut.wide * cut.chunk > BAND:
+        return False
     return cut.rows == result[2] or cut.tall <= REPEATED * cut.rows * stride[0]
 
 
