@@ -236,6 +236,32 @@ CASES: dict[str, Case] = {
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool)
     },
+    # merged dims of which each fills vectors, or several elements of which one is read for
+    **{
+        f"merged_{n}": Case(lambda x: x.transpose(1, 2).flatten(2) * 2, (rand(2, 5, 6, n),))
+        for n in (8, 12, 16, 24, 32, 48, 64)
+    },
+    "merged_dynamic": Case(lambda x: x.transpose(1, 2).flatten(2) * 2, (rand(2, 5, 6, 64),), dynamic=True),
+    "merged_padded": Case(lambda x: F.pad(x.transpose(1, 2).flatten(2), (3, 2)), (rand(2, 5, 6, 32),)),
+    "merged_turned": Case(lambda x, y: x.permute(0, 2, 3, 1).flatten(2) + y, (rand(2, 64, 7, 5), rand(2, 7, 320))),
+    **{
+        f"groups_of_{n}": Case(
+            lambda x, s: x * s[..., None].expand(-1, -1, x.shape[1] // s.shape[1]).flatten(1),
+            (rand(40, 5 * n), rand(40, 5)),
+        )
+        for n in (2, 3, 4, 8, 16, 24, 32)
+    },
+    "groups_bf16": Case(
+        lambda x, s: x * s[..., None].expand(-1, -1, 8).flatten(1),
+        (rand(40, 96, dtype=torch.bfloat16), rand(40, 12, dtype=torch.bfloat16)),
+    ),
+    "groups_float64": Case(
+        lambda x, s: (x * s[..., None].expand(-1, -1, 8).flatten(1)).sum(1),
+        (rand(40, 88, dtype=torch.float64), rand(40, 11, dtype=torch.float64)),
+    ),
+    "groups_padded": Case(
+        lambda x, s: x * F.pad(s[..., None].expand(-1, -1, 8).flatten(1), (4, 4)), (rand(9, 96), rand(9, 11))
+    ),
     # positions known at run time
     "gather": Case(lambda x, i: x.gather(1, i) * 2, (rand(5, 21), below(21, 5, 30))),
     "embedding": Case(lambda w, i: F.embedding(i, w) + 1, (rand(17, 40), below(17, 3, 4))),

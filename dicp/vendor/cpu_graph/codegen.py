@@ -71,7 +71,7 @@ class _KernelWriter:
         self.kernel, self.name, self.lanes = kernel, name, lanes
         self.shape = choose_shape(kernel, lanes)
         self.vector_var = self.shape.vector.var if self.shape.vector is not None else None
-        self.writer = ExpressionWriter({p.name: p.dtype for p in kernel.params}, self.vector_var)
+        self.writer = ExpressionWriter({p.name: p.dtype for p in kernel.params}, self.vector_var, lanes)
         self.inner_vars = frozenset(a.var for a in self.shape.inner)
         self.scan_refs = {r for s in kernel.body if isinstance(s, Scan) for r in s.refs}
         self.accumulators = Accumulators(self.shape, self.writer, lanes)

@@ -20,6 +20,7 @@ from dicp.ir import index as ix
 from dicp.ir.dependence import Dependence
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
+from dicp.vendor.cpu_graph.walks import repeats_of, step_of
 
 VECTOR = {
     torch.float32: "vf32",
@@ -153,9 +154,10 @@ class Scope:
 class ExpressionWriter:
     """Writes expressions of one kernel into scopes."""
 
-    def __init__(self, params: dict[str, torch.dtype], vector_var: Var | None) -> None:
+    def __init__(self, params: dict[str, torch.dtype], vector_var: Var | None, lanes: int) -> None:
         self.params = params
         self.vector_var = vector_var
+        self.lanes = lanes
         self.refs: dict[str, tuple[str, bool]] = {}  # ref -> (C++ name, is a vector)
         self.replaced: dict[Expr, Callable[[Scope], str]] = {}
         self.count = 0
@@ -355,28 +357,43 @@ class ExpressionWriter:
         v = self.vector_var
         if v is None or scope.lanes is None or not self._index_varies(i):
             return "one", f"{buffer} + {self.index(i, scope, mask)}"
-        split = ix.coefficient(i, v) if not self._opaque_varies(i) else None
-        if split is None:
+        step = step_of(i, v, self.lanes) if not self._opaque_varies(i) else None
+        if step is None or step == 0:
             return "indexed", f"{buffer}, {self.index(i, scope, mask)}"
-        base = index_text(i, lambda a: self._atom_name(a, scope, mask))
-        if split[0] == 1:
+        base = self._base(i, scope, mask)
+        if step == 1:
             return "", f"{buffer} + {base}"
-        return (
-            "_strided",
-            f"{buffer} + {base}, {index_text(split[0], lambda a: self._atom_name(a, scope, mask))}",
-        )
+        return "_strided", f"{buffer} + {base}, {self._base(step, scope, mask)}"
+
+    def _base(self, i: Index, scope: Scope, mask: Mask | None) -> str:
+        """An index in the first lane."""
+        return index_text(i, lambda a: self._atom_name(a, scope, mask))
 
     def _load(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
         buffer, i = x.args[0], x.args[1]
+        v = self.vector_var
+        if v is not None and scope.lanes is not None and self._index_varies(i) and not self._opaque_varies(i):
+            repeats = repeats_of(i, v, self.lanes)
+            if repeats is not None:
+                return self._load_repeated(x, repeats, scope, mask)
         how, where = self.place(buffer, i, scope, mask)
         if how == "one":
             text = f"load({where}, One{{}})"
             if mask is None:
                 return text
             return f"({f'hany({mask.name})' if mask.vector else mask.name} ? {text} : {literal(0, x.dtype)})"
-        guard = ""
-        if mask is not None:
-            guard = f", {mask.name}" if mask.vector else f", splat<vbool>({mask.name})"
         if how == "indexed":
-            return f"gather({where}, {scope.lanes}{guard})"
-        return f"load{how}({where}, {scope.lanes}{guard})"
+            return f"gather({where}, {scope.lanes}{_guard(mask)})"
+        return f"load{how}({where}, {scope.lanes}{_guard(mask)})"
+
+    def _load_repeated(self, x: Expr, repeats: int, scope: Scope, mask: Mask | None) -> str:
+        first = f"{x.args[0]} + {self._base(x.args[1], scope, mask)}"
+        times = "LANES" if repeats == self.lanes else repeats
+        return f"load_repeated<{times}>({first}, {scope.lanes}{_guard(mask)})"
+
+
+def _guard(mask: Mask | None) -> str:
+    """The argument for where loads of vectors may happen."""
+    if mask is None:
+        return ""
+    return f", {mask.name}" if mask.vector else f", splat<vbool>({mask.name})"

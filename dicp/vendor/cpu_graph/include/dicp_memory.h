@@ -138,7 +138,7 @@ template <class N, class F> DICP_INLINE void for_active(N lanes, vbool m, F f) {
     if (m.m[i]) f(i);
 }
 
-// gather: p[idx[i]], load_strided: p[i * stride]
+// gather: p[idx[i]], load_strided: p[i * stride], load_repeated: p[i / times]
 template <class T, class I, int... i> DICP_INLINE vec<T> gather_full(const T* p, I idx, isa::Seq<i...>) {
   auto r = (const raw<T>*)p;
   using R = isa::half_reg<raw<T>>;
@@ -162,6 +162,14 @@ struct Stride {  // the index vector 0, stride, 2 stride, .. without computing i
 template <class T, class N, class... M>
 DICP_INLINE vec<T> load_strided(const T* p, int64_t stride, N lanes, M... m) {
   return gather(p, Stride{stride}, lanes, m...);
+}
+
+template <int times> struct Repeated {
+  DICP_INLINE int64_t operator[](int i) const { return i / times; }
+};
+template <int times, class T, class N, class... M>
+DICP_INLINE vec<T> load_repeated(const T* p, N lanes, M... m) {
+  return gather(p, Repeated<times>(), lanes, m...);
 }
 
 // Elements of LANES rows, `stride` apart, whose columns can be loaded as vectors. Rows beyond `lanes` and columns beyond
