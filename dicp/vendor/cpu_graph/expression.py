@@ -371,25 +371,21 @@ class ExpressionWriter:
 
     def _load(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
         buffer, i = x.args[0], x.args[1]
-        v = self.vector_var
-        if v is not None and scope.lanes is not None and self._index_varies(i) and not self._opaque_varies(i):
-            repeats = repeats_of(i, v, self.lanes)
-            if repeats is not None:
-                return self._load_repeated(x, repeats, scope, mask)
         how, where = self.place(buffer, i, scope, mask)
         if how == "one":
             text = f"load({where}, One{{}})"
             if mask is None:
                 return text
             return f"({f'hany({mask.name})' if mask.vector else mask.name} ? {text} : {literal(0, x.dtype)})"
-        if how == "indexed":
-            return f"gather({where}, {scope.lanes}{_guard(mask)})"
-        return f"load{how}({where}, {scope.lanes}{_guard(mask)})"
-
-    def _load_repeated(self, x: Expr, repeats: int, scope: Scope, mask: Mask | None) -> str:
-        first = f"{x.args[0]} + {self._base(x.args[1], scope, mask)}"
+        rest = f"{scope.lanes}{_guard(mask)}"
+        if how != "indexed":
+            return f"load{how}({where}, {rest})"
+        v = self.vector_var
+        repeats = None if v is None or self._opaque_varies(i) else repeats_of(i, v, self.lanes)
+        if repeats is None:
+            return f"gather({where}, {rest})"
         times = "LANES" if repeats == self.lanes else repeats
-        return f"load_repeated<{times}>({first}, {scope.lanes}{_guard(mask)})"
+        return f"load_repeated<{times}>({buffer} + {self._base(i, scope, mask)}, {rest})"
 
 
 def _guard(mask: Mask | None) -> str:

@@ -23,9 +23,9 @@ from dicp.vendor.cpu_graph.claims.images import CHANNELS_LAST
 
 
 def pool(node: fx.Node, config: Any) -> Claim | None:
-    """ATen's, where it is ahead of a generated kernel: the backward, and channels-last images of which the
-    places are wanted as well (two Zen 5 cores, 2x64x112x112 in float32, ms, ATen's and generated: with places
-    0.32 and 0.41, row-major 6.1 and 2.2; without 0.47 and 0.15, row-major 6.2 and 1.0)."""
+    """ATen's, where it is not behind a generated kernel: the backward, and channels-last images of which the
+    places are wanted as well. Of row-major ones, and where nobody asks for places, it is: scripts/pools.py.
+    """
     backward = node.target is aten.max_pool2d_with_indices_backward.default
     if not backward and not (_wants_places(node) and order_in_memory(node.args[0]) == CHANNELS_LAST):
         return None
