@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -349,9 +350,13 @@ class Runner:
         many = isinstance(call.node.meta.get("val"), (tuple, list))
         copies = _returns_alias(call.node.target)
         vals = call.node.meta.get("val") if many else [call.node.meta.get("val")]
+        picked = {u.args[1] for u in call.node.users if u.target is operator.getitem}
         for k, b in enumerate(call.results):
             source = f"result[{k}]" if many else "result"
-            if isinstance(b, Buffer):
+            if isinstance(b, Buffer) and many and k not in picked:
+                self.names[b.name] = b.name  # may be None: cuDNN's attention gives no sums without gradient
+                self.lines.append(f"{b.name} = {source}")
+            elif isinstance(b, Buffer):
                 if vals[k].is_conj() or vals[k].is_neg():
                     source = f"plain({source})"
                 self.names[b.name] = b.name

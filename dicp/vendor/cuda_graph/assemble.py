@@ -56,11 +56,13 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     call = runner.function()
     program.sources["call.py"] = runner.source
     program.build_stats = Stats(len(sources), len(kernels))
-    if config.cuda_graphs and not config.interpret:
+    if config.interpret:
+        return call
+    if config.cuda_graphs:
         from dicp.vendor.cuda_graph.graphs import capturing
 
-        return capturing(call, program, raise_checks=runner.raise_checks)
-    return call
+        call = capturing(call, program, raise_checks=runner.raise_checks)
+    return on_device(call, runner.anchor)
 
 
 def emit_all(program: Program, config: Any) -> dict[str, Source | Template]:
@@ -136,32 +138,22 @@ class DeviceRunner(Runner):
             "empty_strided": torch.empty_strided,
         }
 
-    def function(self) -> Callable[[list[Any]], Any]:
-        call = super().function()
-        if self.interpret:
-            return call
-        anchor = next(
-            (k for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()), None
-        )
-        return on_device(call, anchor)
+    @property
+    def anchor(self) -> int | None:
+        """The input whose device is the program's: the first that is no mere number."""
+        inputs = enumerate(self.lowered.inputs)
+        return next((k for k, b in inputs if isinstance(b, Buffer) and b.shape != ()), None)
 
     # -- what the base class leaves open ---------------------------------------------------------------------
 
     def _inputs(self) -> None:
         super()._inputs()
-        anchor = next(
-            (f"arg{k}" for k, b in enumerate(self.lowered.inputs) if isinstance(b, Buffer) and b.shape != ()),
-            None,
-        )
         if self.interpret:
             self.lines.append('device = "cpu"')
         else:
             self.globals["current_device"] = compat.current_cuda_device
-            self.lines += [
-                "index = current_device()",
-                "stream = raw_stream(index)",
-                f"device = {anchor}.device" if anchor else "device = torch.device('cuda', index)",
-            ]
+            where = "torch.device('cuda', index)" if self.anchor is None else f"arg{self.anchor}.device"
+            self.lines += ["index = current_device()", "stream = raw_stream(index)", f"device = {where}"]
             for b in self.lowered.inputs:
                 if (
                     isinstance(b, Buffer) and b.shape == ()
@@ -302,7 +294,11 @@ class DeviceRunner(Runner):
             offset = ix.floordiv(self.plan.offset[root], size) + v.offset
             return f"window({self._arena_as(v.buffer.dtype)}, {shape}, {strides}, {self._text(offset)})"
         if root in self.plan.borrowed:
-            return self._within(v)
+            lender, at = self.plan.borrowed[root]
+            if self.lowered.buffers[lender].dtype != v.buffer.dtype:
+                return self._within(v)
+            offset = ix.floordiv(at, v.buffer.dtype.itemsize) + v.offset
+            return f"window({self.names[lender]}, {shape}, {strides}, {self._text(offset)})"
         name = self._tensor_name(v.buffer.name)
         owner = self.lowered.buffers.get(root, v.buffer)
         if v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides:

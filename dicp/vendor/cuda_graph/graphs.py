@@ -57,9 +57,19 @@ class CudaBackend:
         """(replay, results) of a function's launches. Raises RuntimeError where a graph cannot hold them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            results = run()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = run()
+        except RuntimeError:
+            self._close()
+            raise
         return graph.replay, results
+
+    def _close(self) -> None:
+        """A capture that fails leaves torch's generator of random numbers where it takes any draw for one of
+        the capture's: one that succeeds brings it back."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros(1, device="cuda")
 
     def users(self, t: torch.Tensor) -> int:
         """Tensors that share t's memory."""
@@ -118,14 +128,21 @@ def obstacle(program: Program) -> str | None:
     for bound in program.lowered.inputs:
         if isinstance(bound, Raw):
             return f"input {bound.name} is not a plain tensor"
+    given = {n for b in program.lowered.inputs for n in _sizes(b)}
     for call in program.python_calls:
-        if any(isinstance(r, ix.Poly) for r in call.results):
+        if any(isinstance(r, ix.Poly) or _sizes(r) - given for r in call.results):
             return f"{call.node.target} gives a size that depends on data ({call.note})"
         if any(isinstance(r, Raw) for r in call.results):
             return f"{call.node.target} gives something that is not a plain tensor ({call.note})"
     if not program.items:
         return "there is nothing to launch"
     return None
+
+
+def _sizes(bound: Any) -> set[ix.Atom]:
+    """The size symbols of an input or result."""
+    indices = (*bound.shape, *bound.strides) if isinstance(bound, Buffer) else (bound,)
+    return {a for i in indices if isinstance(i, (int, ix.Poly)) for a in ix.atoms(i)}
 
 
 def mutated_inputs(program: Program) -> set[int]:

@@ -121,12 +121,13 @@ def compile_for(
     attrs = {(k,): hint for k in range(len(source.params))} if aligned else {}
     if round_sizes:
         attrs |= {(len(source.params) + k,): hint for k in range(len(source.sizes))}
-    stages = {} if source.stages is None else {"num_stages": source.stages}
+    options = {"num_warps": source.warps, "enable_fp_fusion": fusion}
+    options |= {} if source.stages is None else {"num_stages": source.stages}
     try:
         return triton.compile(
             ASTSource(fn, signature, constants, attrs),
             target=target,
-            options={"num_warps": source.warps, "enable_fp_fusion": fusion} | stages,
+            options=options | {"enable_reflect_ftz": False},  # libdevice's subnormal numbers are eager's
         )
     except (triton.CompilationError, RuntimeError, ValueError) as e:
         raise BuildError(
@@ -150,13 +151,28 @@ class Driver:
     """The few calls of libcuda that a launch needs. `library` may be a stand-in."""
 
     SHARED_LIMIT, MAX_DYNAMIC_SHARED = 48 << 10, 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    INVALID_CONTEXT = 201
 
     def __init__(self, library: Any) -> None:
         self.library = library
         self.launch_kernel = library.cuLaunchKernel
 
-    def load(self, binary: bytes, name: str, shared: int) -> ctypes.c_void_p:
-        """The function in a binary, ready to launch on the current device."""
+    def enter(self, device: int) -> None:
+        """Have this thread use the device's primary context, which is torch's, unless it has one: a new
+        thread that made no call of CUDA's runtime yet has none."""
+        context, handle = ctypes.c_void_p(), ctypes.c_int()
+        self._checked(self.library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
+        if context.value:
+            return
+        self._checked(self.library.cuDeviceGet(ctypes.byref(handle), device), f"opening device {device}")
+        self._checked(
+            self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "retaining the context"
+        )
+        self._checked(self.library.cuCtxSetCurrent(context), "entering the context")
+
+    def load(self, binary: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
+        """The function in a binary, ready to launch on the device, which is the current one."""
+        self.enter(device)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._checked(self.library.cuModuleLoadData(ctypes.byref(module), binary), f"loading {name}")
         self._checked(
@@ -182,16 +198,20 @@ class Driver:
 @functools.cache
 def driver() -> Driver:
     torch.cuda.init()
-    return Driver(ctypes.CDLL("libcuda.so.1"))
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return Driver(library)
 
 
 class Launcher:
     """One compiled binary on one device: fills the argument slots and launches."""
 
-    def __init__(self, compiled: Any, arguments: int, drv: Driver) -> None:
+    def __init__(self, compiled: Any, arguments: int, drv: Driver, device: int) -> None:
         meta = compiled.metadata
-        self.driver, self.name = drv, meta.name
-        self.function = drv.load(compiled.kernel, meta.name, meta.shared)
+        self.driver, self.name, self.device = drv, meta.name, device
+        self.launch = drv.launch_kernel
+        self.function = drv.load(compiled.kernel, meta.name, meta.shared, device)
         self.threads, self.shared = meta.num_warps * 32, meta.shared
         total = arguments + hidden_parameters(compiled.asm["ptx"], meta.name, arguments)
         self.slots = (ctypes.c_uint64 * max(1, total))()
@@ -203,19 +223,11 @@ class Launcher:
     def __call__(self, programs: int, stream: int, arguments: Sequence[int]) -> None:
         with self.lock:
             self.slots[: self.count] = arguments  # type: ignore[call-overload]
-            code = self.driver.launch_kernel(
-                self.function,
-                programs,
-                1,
-                1,
-                self.threads,
-                1,
-                1,
-                self.shared,
-                ctypes.c_void_p(stream),
-                self.pointers,
-                None,
-            )
+            block = (self.threads, 1, 1, self.shared, stream, self.pointers, None)
+            code = self.launch(self.function, programs, 1, 1, *block)
+            if code == Driver.INVALID_CONTEXT:
+                self.driver.enter(self.device)
+                code = self.launch(self.function, programs, 1, 1, *block)
         if code:
             raise DicpError(f"CUDA error {code} launching {self.name}: {self.driver.message(code)}")
 
@@ -241,19 +253,21 @@ class GpuKernel:
         self.source, self.fn, self.programs, self.fusion = source, fn, programs, fusion
         self.find_driver, self.find_target = find_driver, find_target
         self.n_pointers = len(source.params)
+        self.always = None if source.sizes else programs()
+        """Programs of a launch, where no size varies."""
         self.launchers: dict[tuple[int, bool, bool, bool], Launcher] = {}
         self.lock = threading.Lock()
 
     def __call__(self, device: int, stream: int, wide: bool, *arguments: int) -> None:
-        n = self.n_pointers
-        sizes = arguments[n : n + len(self.source.sizes)]
-        programs = self.programs(*sizes)
-        if programs == 0:
-            return
-        low = 0
+        n, programs, low, whole = self.n_pointers, self.always, 0, False
         for p in arguments[:n]:
             low |= p
-        key = (device, not low % ALIGN, wide, bool(sizes) and not any(s % ALIGN for s in sizes))
+        if programs is None:
+            sizes = arguments[n : n + len(self.source.sizes)]
+            programs, whole = self.programs(*sizes), not any(s % ALIGN for s in sizes)
+        if programs == 0:
+            return
+        key = (device, not low % ALIGN, wide, whole)
         launcher = self.launchers.get(key)
         if launcher is None:
             launcher = self.prepare(*key)
@@ -270,7 +284,7 @@ class GpuKernel:
             key = (device, aligned, wide, round_sizes)
             if key not in self.launchers:
                 count = self.n_pointers + len(self.source.sizes) + self.source.checks
-                self.launchers[key] = Launcher(compiled, count, self.find_driver())
+                self.launchers[key] = Launcher(compiled, count, self.find_driver(), device)
             return self.launchers[key]
 
 

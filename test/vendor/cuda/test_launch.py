@@ -24,6 +24,24 @@ class FakeLibrary:
 
     def __init__(self, code: int = 0) -> None:
         self.code, self.loaded, self.launches = code, 0, []
+        self.context, self.entered = 0, []
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.context
+        return 0
+
+    def cuDeviceGet(self, handle: Any, device: int) -> int:
+        handle._obj.value = device
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> int:
+        context._obj.value = 1000 + handle.value
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.context = context.value
+        self.entered.append(context.value)
+        return 0
 
     def cuModuleLoadData(self, module: Any, binary: bytes) -> int:
         assert binary[:4] == b"\x7fELF"
@@ -48,6 +66,8 @@ class FakeLibrary:
         extra: Any,
     ) -> int:
         words = [ctypes.c_uint64.from_address(p).value for p in params]
+        if not self.context:
+            return 201
         self.launches.append(((gx, gy, gz), bx, words))
         return self.code
 
@@ -115,3 +135,12 @@ def test_a_failing_launch_is_an_error_with_the_kernels_name(kernel: Any) -> None
     library.code = 700
     with pytest.raises(DicpError, match="700.*double"):
         call(0, 5, False, 4096, 8192, 64)
+
+
+def test_a_thread_without_a_context_enters_the_devices(kernel: Any) -> None:
+    call, library = kernel
+    call(1, 5, False, 4096, 8192, 64)
+    assert library.entered == [1001]
+    library.context = 0  # another thread
+    call(1, 5, False, 4096, 8192, 64)
+    assert library.entered == [1001, 1001] and len(library.launches) == 2
