@@ -25,6 +25,7 @@ from dicp.passes.facts import (
     outputs_of,
     prims,
     rank,
+    same_shape,
     uniform_value,
     value_of,
 )
@@ -274,6 +275,67 @@ def _constant_operand(node: Node) -> Node | None:
     return None
 
 
+def _filled(node: Node, like: Node, number: int | float | bool) -> Node | None:
+    """full(sizes, number) in place of a call whose result has the sizes of `like`, one of its operands."""
+    value = value_of(node)
+    if not same_shape(like, node) or not is_contiguous(node):
+        return None
+    with node.graph.inserting_before(node):
+        sizes = [
+            n if isinstance(n, int) else insert(node.graph, aten.sym_size.int, (like, d), {}, like=node)
+            for d, n in enumerate(value.shape)
+        ]
+        how = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        return insert(node.graph, aten.full.default, (sizes, number), how, like=node)
+
+
+def _constant_like(node: Node) -> Node | None:
+    """zeros_like(x)  ->  full(x's sizes, 0)"""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    return _filled(node, x, int(node.target is aten.ones_like.default))
+
+
+def _known_comparison(node: Node) -> Node | None:
+    """arange(n) >= 0  ->  full([n], True)"""
+    x, number = node.args
+    if not isinstance(x, Node) or not isinstance(number, (int, float)):
+        return None
+    least = _least(x)
+    if least is None or not (least > number or (least == number and node.target is aten.ge.Scalar)):
+        return None
+    return _filled(node, x, True)
+
+
+def _least(node: Node) -> int | float | None:
+    """A number that no element of the range behind views is below."""
+    while node.target in _VIEWS_AND_COPIES and isinstance(node.args[0], Node):
+        node = node.args[0]
+    if node.target is aten.arange.default:
+        return 0
+    ranged = node.target in (aten.arange.start, aten.arange.start_step) and not any(
+        isinstance(a, Node) for a in (node.args[0], *node.args[2:])
+    )
+    upwards = ranged and (len(node.args) < 3 or node.args[2] > 0)  # type: ignore[operator]
+    return node.args[0] if upwards else None  # type: ignore[return-value]
+
+
+def _decided_where(node: Node) -> Node | None:
+    """where(full([n], True), a, b)  ->  a"""
+    condition, *choices = node.args
+    known = uniform_value(condition)
+    if known is None:
+        return None
+    chosen = choices[0 if known else 1]
+    if not isinstance(chosen, Node):
+        return None
+    if same_meta(value_of(node), value_of(chosen)):
+        return chosen
+    number = uniform_value(chosen)
+    like = next((a for a in node.args if isinstance(a, Node) and same_shape(a, node)), None)
+    return None if number is None or like is None else _filled(node, like, number)
+
+
 def _copy_of_copy(node: Node) -> Node | None:
     """clone(permute(clone(x), p), contiguous)  ->  clone(permute(x, p), contiguous)"""
     if node.kwargs.get("memory_format") is not torch.contiguous_format:
@@ -289,6 +351,14 @@ def _copy_of_copy(node: Node) -> Node | None:
 
 
 _ALIASES: tuple[Rule, ...] = (_input,)
+_VIEWS_AND_COPIES = (
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.clone.default,
+)
 _RULES: dict[Any, tuple[Rule, ...]] = {
     aten.alias.default: _ALIASES,
     aten.detach.default: _ALIASES,
@@ -304,6 +374,11 @@ _RULES: dict[Any, tuple[Rule, ...]] = {
     aten.slice.Tensor: (_whole_slice,),
     aten._to_copy.default: (_input, _cast_of_lossless_cast),
     prims.convert_element_type.default: (_input, _cast_of_lossless_cast),
+    aten.zeros_like.default: (_constant_like,),
+    aten.ones_like.default: (_constant_like,),
+    aten.ge.Scalar: (_known_comparison,),
+    aten.gt.Scalar: (_known_comparison,),
+    aten.where.self: (_decided_where,),
     aten.mul.Scalar: (_identity_arithmetic,),
     aten.div.Scalar: (_identity_arithmetic,),
     aten.pow.Tensor_Scalar: (_identity_arithmetic,),

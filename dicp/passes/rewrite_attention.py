@@ -34,6 +34,7 @@ _FUSED = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
 )
 
 
@@ -114,7 +115,8 @@ def _fused_operator(node: Node) -> Attention | None:
         return None
     q, k, v = (Operand(given[name]) for name in ("query", "key", "value"))
     mask = given.get("attn_mask", given.get("attn_bias"))
-    return Attention(node, q, k, v, None if mask is None else Mask(mask), given["is_causal"], given["scale"])
+    adds = mask is not None and uniform_value(mask) != 0
+    return Attention(node, q, k, v, Mask(mask) if adds else None, given["is_causal"], given["scale"])
 
 
 def _arguments(call: Node) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def _peel_scores(scores: Node, inside: list[Node]) -> tuple[Node, Mask | None, f
         masked = None if scaled or mask is not None else _masked(scores)
         if masked is not None:
             below, mask = masked
-        elif is_plain_cast(scores):
+        elif is_plain_cast(scores) or _adds_nothing(scores):
             below = scores.args[0]  # type: ignore[assignment]
         elif (product := _scaled(scores)) is not None:
             below, factor = product
@@ -225,6 +227,16 @@ def _peel_scores(scores: Node, inside: list[Node]) -> tuple[Node, Mask | None, f
             return scores, mask, scale
         inside.append(scores)
         scores = below
+
+
+def _adds_nothing(node: Node) -> bool:
+    """Whether the node is s + 0, as of a mask that is open everywhere."""
+    return (
+        node.target is aten.add.Tensor
+        and uniform_value(node.args[1]) == 0
+        and is_tensor(node.args[0])
+        and _is_scores(node.args[0], node)
+    )
 
 
 def _scaled(node: Node) -> tuple[Node, float] | None:
@@ -243,7 +255,7 @@ def _masked(node: Node) -> tuple[Node, Mask] | None:
     """(s, mask) where the node is s + mask, where(open, s, -inf) or where(closed, -inf, s)"""
     if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
         for s, mask in (node.args[:2], reversed(node.args[:2])):
-            if is_tensor(mask) and _is_scores(s, node):
+            if is_tensor(mask) and uniform_value(mask) != 0 and _is_scores(s, node):
                 return s, Mask(mask)  # type: ignore[arg-type]
     if node.target is aten.where.self:
         condition, a, b = node.args

@@ -40,6 +40,33 @@ graph(arg0_1: f32[6,4]):
 """,
         )
 
+    def test_conditions_that_always_hold_are_decided(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            rows = torch.arange(3).unsqueeze(1)
+            y = torch.where((rows >= 0) & (x > 1), x, torch.zeros_like(x))
+            return torch.where(rows > -1, y, y.exp())
+
+        self.assertExpectedInline(
+            show(self.check(canonicalize, graph_of(f, (3, 2)))),
+            """\
+graph(arg0_1: f32[3,2]):
+  v0: b8[3,2] = gt.Scalar(arg0_1, 1)
+  v1: f32[3,2] = full_like(arg0_1, 0, memory_format=preserve_format)
+  v2: f32[3,2] = where.self(v0, arg0_1, v1)
+  return v2
+""",
+        )
+
+    def test_conditions_that_may_fail_stay(self) -> None:
+        for above in (
+            lambda x: torch.arange(3) > 0,
+            lambda x: torch.arange(-1, 2) >= 0,
+            lambda x: torch.arange(3, 0, -1) >= 3,
+            lambda x: x >= 0,
+        ):
+            text = show(canonicalize(graph_of(lambda x: torch.where(above(x), x, 0.5), (3,))))  # noqa: B023
+            self.assertIn("where", text)
+
     def test_equal_calls_become_one(self) -> None:
         g = self.check(canonicalize, graph_of(lambda x: x.exp() * x.exp(), (4,)))
         self.assertExpectedInline(

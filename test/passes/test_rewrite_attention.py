@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from graphs import CheckPass, claims, graph_of, graphs_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dicp.ir.printer import show
 from dicp.passes.canonicalize import canonicalize
@@ -81,6 +82,26 @@ graph(arg0_1: f32[2,1,5,5], arg1_1: f32[2,4,5,8], arg2_1: f32[2,4,5,8], arg3_1: 
   v7: f32[2,5,4,8] = permute(v6, [1,0,2,3])
   v8: f32[2,5,32] = view(v7, [2,5,32])
   return v8
+""",
+        )
+
+    def test_a_mask_open_everywhere_is_none(self) -> None:
+        """As models make them that know no padding, and torch decomposes them in half precision."""
+
+        def f(q: T, k: T, v: T) -> T:
+            mask = (torch.arange(S)[None, None, :, None] >= 0).expand(B, 1, S, S)
+            return F.scaled_dot_product_attention(q, k, v, mask)
+
+        q = torch.randn(Q, dtype=torch.bfloat16)
+        with sdpa_kernel(SDPBackend.MATH):
+            g = graph_of(f, q, q, q)
+        self.assertExpectedInline(
+            self.run_on(g),
+            """\
+graph(arg0_1: bf16[2,4,5,8]):
+  v0: bf16[2,4,5,8] = dicp.attention(arg0_1, arg0_1, arg0_1, None, False, 0.35355339059327373)
+  v1: bf16[2,4,5,8] = clone(v0, memory_format=contiguous_format)
+  return v1
 """,
         )
 
