@@ -63,7 +63,7 @@ class DefinitionBuilder:
                 cache[idx] = e
             return cache[idx]
 
-        return Value(value.shape, value.dtype, fn)
+        return Value(value.shape, value.dtype, fn, value.rows_of)
 
     def named(self, value: Value, node: fx.Node | None, strides: Shape | None = None) -> Value:
         """Give a value a definition, its buffer laid out as the layout pass or eager has it where no strides
@@ -332,6 +332,9 @@ class DefinitionBuilder:
                 view = View(buffer, value.shape, *window)
                 if not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape)))):
                     return view
+        elif value.rows_of is not None and order is None:  # with the dims of what else is done to its rows
+            rows, row_major = self.operand(value.rows_of, dense=True), tuple(range(len(value.shape)))
+            return View(rows.buffer, value.shape, dense_strides(value.shape, row_major), rows.offset)
         strides = dense_strides(value.shape, order or tuple(range(len(value.shape))))
         buffer = self.new_buffer(value.shape, value.dtype, strides)
         note = expr.note or note_of(self.node)  # the op that made it, not the call that reads it

@@ -253,6 +253,17 @@ def test_store_to_a_mutated_input_waits_for_the_last_pass_that_loads_it() -> Non
     torch.testing.assert_close(memory.flat["arg0_1"].view(3, 8), x + 1)
 
 
+def test_rows_of_a_norm_keep_their_dims_for_a_product() -> None:
+    """The product takes leading dims as one; the residual keeps them: both in the kernel of the norm."""
+
+    def f(x, r, w):
+        h = x + r
+        return h, F.layer_norm(h, (8,)).view(-1, 8) @ w
+
+    made = compiled(f, (2, 4, 8), (2, 4, 8), (8, 8), vendor=LIBRARY)
+    assert [type(i).__name__ for i in made.items] == ["Launch", "Call"]
+
+
 def test_symbolic_softmax_is_one_kernel() -> None:
     assert len(compiled(lambda x: x.softmax(1), (4, 8), dynamic=True).items) == 1
     assert len(compiled(lambda x: F.layer_norm(x, x.shape[1:]), (4, 8), dynamic=True).items) == 1

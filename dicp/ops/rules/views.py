@@ -74,7 +74,8 @@ def reshape(x: Value, shape: Shape) -> Value:
                 out[d] = i
         return tuple(out)
 
-    return Value(shape, x.dtype, lambda idx: x(source(idx)))
+    rows = bool(runs) and runs[-1] == ((len(old) - 1,), (len(shape) - 1,))
+    return Value(shape, x.dtype, lambda idx: x(source(idx)), (x.rows_of or x) if rows else None)
 
 
 def reindexed(x: Value, shape: Shape, fn: Callable[[Indices], Indices]) -> Value:
