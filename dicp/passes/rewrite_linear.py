@@ -30,6 +30,8 @@ class Linear:
     """Leading sizes that x: [M, K] is to be viewed with."""
     stored: Stored | None = None
     """Where the weight is int8: what it is made of."""
+    turned: bool = False
+    """Whether w is [K, N]."""
 
 
 def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
@@ -38,8 +40,9 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     x: [..., K], w: [N, K] whatever its strides; mm, or addmm, or a 1-D bias added to mm. Each step is taken
     while the value has one user: what a training forward saves for its backward ends the chain there. Where
     the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
-    Products with an untransposed weight (GPT-2's Conv1D) stay. Where the weight is int8 and cast, scaled
-    before or after the product, the call is dicp.scaled_linear, for a vendor that claims it.
+    Products with an untransposed weight (GPT-2's Conv1D) take part where something follows them. Where the
+    weight is int8 and cast, scaled before or after the product, the call is dicp.scaled_linear, for a vendor
+    that claims it.
     """
     nodes = [n for n in gm.graph.nodes if _products(n)]
     if not nodes:
@@ -63,7 +66,8 @@ def _apply(linear: Linear, vendor: Claims) -> bool:
         x = emit(aten.view.default, x, [*linear.rows, emit.size(x, 1)])
     ops = torch.ops.dicp
     target = ops.linear.default if linear.stored is None else ops.scaled_linear.default
-    weight = (linear.w,) if linear.stored is None else _stored_operands(linear.stored, emit)
+    w = emit(aten.permute.default, linear.w, [1, 0]) if linear.turned else linear.w
+    weight = (w,) if linear.stored is None else _stored_operands(linear.stored, emit)
     new = try_claim(vendor, target, (x, *weight, linear.b, linear.other, linear.act), at=linear.root)
     if new is None:
         emit.undo()
@@ -99,19 +103,23 @@ def _products(node: Node) -> list[Linear]:
     starts = [] if found is None else [_start(node, x, weight, b, found)]
     if weight.target is aten.permute.default and list(weight.args[1]) == [1, 0]:  # type: ignore[arg-type]
         starts.append(_start(node, x, weight.args[0], b))
+    else:
+        starts.append(_start(node, x, weight, b, turned=True))
     return [start for start in starts if start is not None]
 
 
-def _start(node: Node, x: Node, w: Any, b: Any, stored: Stored | None = None) -> Linear | None:
-    """mm(x, permute(w, [1,0])), addmm(b, x, permute(w, [1,0]))"""
+def _start(
+    node: Node, x: Node, w: Any, b: Any, stored: Stored | None = None, turned: bool = False
+) -> Linear | None:
+    """mm(x, permute(w, [1,0])), addmm(b, x, permute(w, [1,0])); turned: mm(x, w), addmm(b, x, w)"""
     assert isinstance(w, Node)
     if b is None:
-        return Linear(node, x, w, stored=stored)
+        return Linear(node, x, w, stored=stored, turned=turned)
     assert isinstance(b, Node)
     if _is_bias(b, node):
-        return Linear(node, x, w, b, stored=stored)
+        return Linear(node, x, w, b, stored=stored, turned=turned)
     if same_shape(b, node) and same_dtype(b, node):
-        return Linear(node, x, w, other=b, stored=stored)
+        return Linear(node, x, w, other=b, stored=stored, turned=turned)
     return None
 
 
@@ -124,7 +132,8 @@ def _chain(linear: Linear, activations: Activations) -> Iterator[Linear]:
     """The product, then each longer chain it is the start of."""
     step: Linear | None = linear
     while step is not None:
-        if step.rows is None or step.root.target is not aten.view.default:
+        alone = step.turned and step.act == "none" and step.other is None
+        if not alone and (step.rows is None or step.root.target is not aten.view.default):
             yield step  # else the view would only move from the result to x
         step = (
             _restore(step)

@@ -81,8 +81,19 @@ graph(arg0_1: f32[3,8], arg1_1: f32[4,8]):
 """,
         )
 
-    def test_untransposed_weight_stays(self) -> None:
-        g = canonicalize(graph_of(lambda x, w, b: torch.addmm(b, x, w).relu(), (S, K), (K, N), (N,)))
+    def test_untransposed_weight_takes_part_with_what_follows(self) -> None:
+        self.assertExpectedInline(
+            self.run_on(graph_of(lambda x, w, b: torch.addmm(b, x, w).relu(), (S, K), (K, N), (N,))),
+            """\
+graph(arg0_1: f32[4], arg1_1: f32[3,8], arg2_1: f32[8,4]):
+  v0: f32[4,8] = permute(arg2_1, [1,0])
+  v1: f32[3,4] = dicp.linear(arg1_1, v0, arg0_1, None, relu)
+  return v1
+""",
+        )
+
+    def test_untransposed_weight_alone_stays(self) -> None:
+        g = canonicalize(graph_of(lambda x, w, b: torch.addmm(b, x, w).exp(), (S, K), (K, N), (N,)))
         text = show(g)
         self.assertEqual(self.run_on(g), text)
 
