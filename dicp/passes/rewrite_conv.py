@@ -79,8 +79,8 @@ def rewrite_conv(gm: GraphModule, vendor: Claims) -> GraphModule:
     Scaling the weight reads and writes it once more, and spares the result one more read and write, so it
     is done where the weight is the smaller of the two, by the sizes seen while tracing, and where all that
     takes part is frozen, so that it happens once. In low precision the weight is rounded once more, for the
-    result which is not rounded in between, and the bias stays float32 where nothing else is added, as oneDNN
-    has it: rounded, it alone may cost what eager's rounding of the result does.
+    result which is not rounded in between, and the bias stays float32 where nothing else is added and the
+    vendor takes it, as oneDNN does: rounded, it alone may cost what eager's rounding of the result does.
     Transposed convolutions stay. Chains the vendor does not claim are shortened from their end.
     """
     calls = [n for n in gm.graph.nodes if n.target is aten.convolution.default and not n.args[6]]
@@ -207,8 +207,12 @@ def _apply(conv: Conv, vendor: Claims) -> bool:
         return False  # eager's strides are `other`'s
     emit = Emitter(conv.root)
     weight, bias = _fold(emit, conv, w, b)
-    args = (x, weight, bias, conv.other, stride, padding, dilation, groups, conv.act)
-    new = try_claim(vendor, torch.ops.dicp.conv.default, args, at=conv.root)
+    target, rest = torch.ops.dicp.conv.default, (conv.other, stride, padding, dilation, groups, conv.act)
+    new = try_claim(vendor, target, (x, weight, bias, *rest), at=conv.root)
+    dtype = value_of(conv.root).dtype
+    if new is None and bias is not None and value_of(bias).dtype != dtype:
+        rounded = emit(prims.convert_element_type.default, bias, dtype)
+        new = try_claim(vendor, target, (x, weight, rounded, *rest), at=conv.root)
     if new is None:
         emit.undo()
         return False

@@ -92,6 +92,15 @@ graph(arg0_1: f32[2,3,8,8], arg1_1: f32[4,3,3,3], arg2_1: f32[4], arg3_1: f32[4]
 """,
         )
 
+    def test_bias_is_rounded_for_a_vendor_that_wants_it(self) -> None:
+        def f(x: torch.Tensor, w: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return torch.relu(F.batch_norm(conv(x, w), m, v))
+
+        low = [torch.rand(s).bfloat16() for s in (X, W, V, V)]
+        equal = claims(lambda n: n.args[2].meta["val"].dtype == n.meta["val"].dtype)
+        text = show(rewrite_conv(canonicalize(graph_of(f, *low)), equal))
+        self.assertRegex(text, r"(v\d+): bf16\[4\] = prims.convert_element_type\(v\d+, bf16\)\n.*dicp.conv\(arg\d_1, v\d+, \1,")
+
     def test_batch_norm_stays_where_the_weight_is_larger(self) -> None:
         g = graph_of(lambda x, w, *n: norm(conv(x, w), *n), (1, 64, 2, 2), (4, 64, 3, 3), V, V, V, V)
         self.assertIn("_native_batch_norm", self.run_on(g))
