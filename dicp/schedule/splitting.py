@@ -26,6 +26,7 @@ MIN_WORK = 1 << 16  # elements in all
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "welford")
 LONG_CHAIN = 1024  # values added one after the other above which float error asks for more pieces
 MIN_CHAIN = 32  # values a piece has at least: each piece is a result that is read again
+ENOUGH_PIECES = 16  # times as many results, pieces counted, as are enough: more only cost memory
 COLUMN_VECTORS = 4  # vectors of results a thread takes at a time when they are contiguous
 
 
@@ -116,15 +117,16 @@ def split_extent(
             chosen = lead
     if chosen:
         return Split(chosen, None, _lies_inside(sample, shape, extent[:chosen], buffers))
-    return _cut(extent, threads)
+    return _cut(extent, threads, ENOUGH_PIECES * enough // max(results, 1))
 
 
-def _cut(extent: Shape, threads: int) -> Split | None:
+def _cut(extent: Shape, threads: int, most: int) -> Split | None:
+    """The first dim in pieces, at most that many."""
     first = extent[0]
     assert isinstance(first, int)
     others = (*range(threads + 1, 65), *range(min(threads, 65) - 1, 1, -1))
     for pieces in (8 * threads, 4 * threads, 2 * threads, threads, *others):
-        if pieces > 1 and first % pieces == 0 and first > pieces:
+        if 1 < pieces <= most and first % pieces == 0 and first > pieces:
             return Split(0, pieces)
     return None
 

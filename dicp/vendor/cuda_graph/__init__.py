@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.vendor.base import Claim, Machine
+from dicp.vendor.base import Claim, Load, Machine
 
 
 class CudaGraph:
@@ -65,7 +65,15 @@ class CudaGraph:
         # A row is a block, and four rows a thread are wanted: one block for each multiprocessor. A power of
         # two, because it has to divide what is split.
         quarter = max(torch.cuda.get_device_properties().multi_processor_count // 4, 1)
-        return Machine(1 << quarter.bit_length() - 1, lanes=32)
+        return Machine(1 << quarter.bit_length() - 1, lanes=64)
+
+    def ceilings(self, dtype: torch.dtype) -> tuple[list[Load], Load]:
+        """A large product, and a copy, of which each byte is read and written (dicp.bench)."""
+        n = 8192
+        a, b, out = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(3))
+        source, target = (torch.empty(1 << 29, dtype=torch.uint8, device="cuda") for _ in range(2))
+        product = Load(lambda: torch.mm(a, b, out=out), 2 * n**3)
+        return [product], Load(lambda: target.copy_(source), 2 * source.nbytes)
 
     def fingerprint(self, config: Any) -> str:
         import triton

@@ -22,6 +22,7 @@ from dicp.ir.kernel import Axis, Kernel, Store, expressions
 
 PERSISTENT = 16384  # elements of a row kept in registers
 PERSISTENT_COLUMN = 64  # the same where neighbouring results, not neighbours in the row, are contiguous
+COLUMN_TILE = 4096  # elements of a tile whose columns are reduced: a warp reads a whole line of 512 bytes
 LOOP_ROW = 2048  # elements of a row that one step of a loop takes
 PLANE_SIDE = 16  # a transposition pays from this many elements along both axes
 ATOMIC = {
@@ -136,6 +137,7 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
     if interpreted:
         return _interpreted_blocks(tile, x)
     wide = max((p.dtype.itemsize for p in kernel.params), default=4)
+    narrow = min((p.dtype.itemsize for p in kernel.params if not p.written), default=4)
     if tile.form == "plane":
         side = 32 if wide >= 4 else 64
         return Blocks(side, side, warps=4 if side == 32 else 8)
@@ -149,9 +151,10 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
     if tile.contiguous:
         rows = max(1, min(2048 // r, 32, _power_of_two(max(1, x // 264))))
         return Blocks(rows, r=r, warps=max(1, min(16, rows * r // 256)))
-    columns = max(8, min(64, _power_of_two(max(1, x // 132)), _power_of_two(x)))
-    r = r if tile.persistent else 4096 // columns
-    return Blocks(columns, r=r, warps=max(1, min(8, columns * r // 256)))
+    most = max(8, 512 // narrow if not tile.persistent else COLUMN_TILE // r)
+    columns = max(8, min(most, _power_of_two(max(1, x // 264)), _power_of_two(x)))
+    r = r if tile.persistent else COLUMN_TILE // columns
+    return Blocks(columns, r=r, warps=max(1, min(8, columns * r // 1024)))
 
 
 def _interpreted_blocks(tile: Tile, x: int) -> Blocks:
