@@ -4,6 +4,7 @@
     python -m dicp.bench --kinds steady,compile   and cold and warm compile, a fresh process each
     python -m dicp.bench --all                    and peak memory, and overhead per call
     python -m dicp.bench --models bert,llama-decode --phases inference --dtypes fp32
+    python -m dicp.bench --device cuda --batch 16 --dtypes bf16
     python -m dicp.bench --from results.json --markdown page.md    earlier figures in another form
 
 Contestants take turns in one process, with equal weights and inputs; a figure is the median of at least 7
@@ -23,7 +24,7 @@ import torch
 
 from dicp.bench import contestants, report, run
 from dicp.bench.models import obstacle
-from dicp.bench.workloads import DTYPES, PHASES, WORKLOADS, Setting
+from dicp.bench.workloads import DTYPES, PHASES, STANDARD, WORKLOADS, Setting
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,7 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     offered = {
-        "models": (list(WORKLOADS), list(WORKLOADS)),
+        "models": (list(WORKLOADS), list(STANDARD)),
         "phases": (list(PHASES), list(PHASES)),
         "dtypes": (list(DTYPES), list(DTYPES)),
         "contestants": (list(contestants.CONTESTANTS), list(contestants.STANDARD)),
@@ -46,7 +47,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(
             f"--{name}",
             type=lambda text: text.split(","),
-            default=standard,
+            default=None if name == "contestants" else standard,
             help=f"some of {', '.join(all_of_them)}{more} (default: {default})",
         )
     parser.add_argument("--all", action="store_true", help="every kind of figure")
@@ -55,6 +56,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--repeat", type=int, default=1, help="processes for a compile or memory figure (median)"
     )
     parser.add_argument("--size", default="full", choices=["full", "small"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="N times the usual batch")
     parser.add_argument("--channels-last", action="store_true", help="images and their models, for all")
     parser.add_argument("--threads", type=int, help="of torch, for all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
@@ -63,6 +66,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="figures that --json wrote")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    on_gpu = args.device == "cuda"
+    args.contestants = args.contestants or list(contestants.ON_GPU if on_gpu else contestants.STANDARD)
     for name, (all_of_them, _) in offered.items():
         for given in getattr(args, name):
             if given not in all_of_them and not (name == "contestants" and contestants.known(given)):
@@ -83,7 +88,7 @@ def measure(args: argparse.Namespace) -> report.Results:
             for dtype in args.dtypes:
                 if phase not in WORKLOADS[name].phases:
                     continue
-                setting = Setting(phase, dtype, args.size, args.channels_last)
+                setting = Setting(phase, dtype, args.size, args.channels_last, args.device, args.batch)
                 job = run.Job("steady", name, setting, tuple(args.contestants), args.rounds)
                 row = run.measure_row(kinds, job, args.repeat)
                 results["rows"].append(row)
@@ -92,7 +97,7 @@ def measure(args: argparse.Namespace) -> report.Results:
                 if args.json:
                     args.json.write_text(json.dumps(results, indent=1) + "\n")
     if "overhead" in kinds:
-        setting = Setting(PHASES[0], next(iter(DTYPES)), args.size)
+        setting = Setting(PHASES[0], next(iter(DTYPES)), args.size, device=args.device)
         job = run.Job("overhead", next(iter(WORKLOADS)), setting, tuple(args.contestants), args.rounds)
         results["overhead"] = run.in_process(job)
     return results

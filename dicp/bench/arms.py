@@ -72,7 +72,8 @@ def trainer(arm: Arm, case: Case, inputs: Inputs, rate: float) -> Callable[[], S
     """A function that takes one more step of SGD with momentum on this batch, and says what it gave."""
     parameters = dict(arm.model.named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=rate, momentum=0.9)
-    inputs, targets = arm.prepare(inputs), case.targets(inputs)
+    targets = case.targets(inputs).to(next(iter(parameters.values())).device)
+    inputs = arm.prepare(inputs)
     arm.model.train()
 
     def step() -> Step:
@@ -99,7 +100,8 @@ class Decoder:
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.cache = StaticCache(config=config, max_cache_len=cache_tokens)
-        self.cache.early_initialization(1, heads, width, arm.dtype, torch.device("cpu"))
+        device = next(arm.model.parameters()).device
+        self.cache.early_initialization(1, heads, width, arm.dtype, device)
 
     def feed(self, ids: Tensor) -> Tensor:
         """Scores [1, T, vocabulary] for the tokens [1, T] that follow what the cache holds."""

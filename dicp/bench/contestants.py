@@ -66,6 +66,7 @@ def _first_calls_freezing(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 # Inductor's tuned products for CPUs are for constant weights, so they come with freezing where weights are.
 _TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+_GRAPHS = {"triton.cudagraphs": True}  # what mode="reduce-overhead" sets
 _KNOWN = (
     Contestant("eager", None),
     Contestant("inductor", "inductor"),
@@ -74,10 +75,21 @@ _KNOWN = (
     Contestant("dicp_cpu", "dicp_cpu"),
     Contestant("dicp_cpu-freeze", "dicp_cpu", {"freeze": True}, None),
     Contestant("dicp_cpu-max-autotune", "dicp_cpu", {"max_autotune": True}, {"max_autotune": True}),
+    Contestant("inductor-graphs", "inductor", _GRAPHS, _GRAPHS),
+    Contestant("inductor-graphs-max-autotune", "inductor", {**_GRAPHS, **_TUNED}, {**_GRAPHS, **_TUNED}),
+    Contestant("dicp_cuda", "dicp_cuda"),
+    Contestant("dicp_cuda-graphs", "dicp_cuda", {"cuda_graphs": True}, {"cuda_graphs": True}),
+    Contestant(
+        "dicp_cuda-graphs-max-autotune",
+        "dicp_cuda",
+        {"cuda_graphs": True, "max_autotune": True},
+        {"cuda_graphs": True, "max_autotune": True},
+    ),
 )
 CONTESTANTS = {c.name: c for c in _KNOWN}
 # dicp_cpu's max-autotune compiles what its default does, as yet: it is there to be named, and left out here.
-STANDARD = tuple(c.name for c in _KNOWN if c.name != "dicp_cpu-max-autotune")
+STANDARD = tuple(c.name for c in _KNOWN[:6])
+ON_GPU = ("eager", "inductor", "inductor-graphs", "dicp_cuda", "dicp_cuda-graphs")
 
 
 def get(name: str) -> Contestant:

@@ -39,6 +39,8 @@ class Job:
     setting: Setting
     contestants: tuple[str, ...]
     rounds: int = 7
+    lock: str | None = None
+    """A file: times are taken while no other process has it."""
 
     @staticmethod
     def parse(text: str) -> Job:
@@ -89,7 +91,9 @@ def _steady(job: Job) -> Figures:
         first = result if first is None else first
         found[name] = {"difference": _difference(result, first)}
     loads = _loads(job) if any(contestants.get(name).is_dicp for name in calls) else {}
-    turns = measure.turns([*calls.values(), *(load.call for load in loads.values())], job.rounds)
+    taking = [*calls.values(), *(load.call for load in loads.values())]
+    with measure.alone(job.lock):
+        turns = measure.turns(taking, job.rounds, wait=job.setting.wait)
     if loads:
         medians = map(statistics.median, turns[len(calls) :])
         rates = {name: load.rate(ms) for (name, load), ms in zip(loads.items(), medians)}
@@ -102,8 +106,8 @@ def _steady(job: Job) -> Figures:
 
 
 def _loads(job: Job) -> dict[str, Load]:
-    """What shows the most that the machine can do, in turns with the contestants, which run on the CPU."""
-    vendor = vendors.for_device("cpu")
+    """What shows the most that the machine can do, in turns with the contestants."""
+    vendor = vendors.for_device(job.setting.device)
     if not hasattr(vendor, "ceilings"):
         return {}
     arithmetic, reading = vendor.ceilings(DTYPES[job.setting.dtype])
@@ -113,7 +117,13 @@ def _loads(job: Job) -> dict[str, Load]:
 def _compile(job: Job) -> Figures:
     """Seconds of the first call less a steady one."""
     (name,) = job.contestants
-    call = WORKLOADS[job.workload].call(name, job.setting)
+    made = WORKLOADS[job.workload].call(name, job.setting)
+
+    def call() -> None:
+        made()
+        job.setting.wait()
+
+    job.setting.wait()
     first = measure.seconds(call)
     steady = statistics.median(measure.seconds(call) for _ in range(3))
     return {name: {"s": max(0.0, first - steady)}}
@@ -136,7 +146,8 @@ def _memory(job: Job) -> Figures:
     call = WORKLOADS[job.workload].call(name, job.setting)
     for _ in range(WARM_UP):
         call()
-    (peak,) = measure.peaks([call])
+    growth = measure.peak_growth_on_gpu if job.setting.device == "cuda" else measure.peak_growth
+    (peak,) = measure.peaks([call], growth=growth)
     return {name: {"peak_mb": None if peak is None else peak / 2**20}}
 
 
@@ -150,14 +161,16 @@ def _overhead(job: Job) -> Figures:
     def nothing(gm: Any, example_inputs: Any) -> Any:
         return gm.forward
 
-    x, y = torch.randn(16), torch.randn(16)
+    x, y = torch.randn(2, 16, device=job.setting.device)
     functions = {name: contestants.get(name).compiler(False)(three_ops) for name in job.contestants}
     functions["nothing"] = torch.compile(three_ops, backend=nothing)
     calls = [functools.partial(f, x, y) for f in functions.values()]
-    with torch.no_grad():
-        times = measure.alternating(calls, max(job.rounds, 9))
-    large = torch.ones(2**26)
-    (read_ms,) = measure.alternating([large.sum], job.rounds)
+    for call in calls:
+        call()
+    with torch.no_grad(), measure.alone(job.lock):
+        times = measure.alternating(calls, max(job.rounds, 9), wait=job.setting.wait)
+    large = torch.ones(2**26, device=job.setting.device)
+    (read_ms,) = measure.alternating([large.sum], job.rounds, wait=job.setting.wait)
     return {name: {"us": ms * 1e3} for name, ms in zip(functions, times)} | {
         "read_gb_per_s": large.nbytes / read_ms / 1e6
     }

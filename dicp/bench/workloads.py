@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dicp.bench import arms
-from dicp.bench.models import CASES, Case
+from dicp.bench.models import CASES, LARGE, Case
 from dicp.bench.models.case import Inputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,6 +27,14 @@ class Setting:
     dtype: str
     size: str = "full"
     channels_last: bool = False
+    device: str = "cpu"
+    batch: int = 1
+    """How many times what a model is given elsewhere."""
+
+    @property
+    def wait(self) -> Callable[[], None]:
+        """Returns when all that was called is done."""
+        return torch.cuda.synchronize if self.device == "cuda" else lambda: None
 
 
 @dataclass(frozen=True)
@@ -48,20 +56,22 @@ class Workload:
 
     def amount(self, setting: Setting) -> float:
         """How many of `unit` a call gets through."""
-        return self.work(self.case.inputs(setting.size, 0, DTYPES[setting.dtype]))
+        return self.work(_inputs(self.case, setting))
 
 
 def _model(case: Case, setting: Setting) -> nn.Module:
-    model = arms.cast(case.build(setting.size), DTYPES[setting.dtype])
+    with torch.device(setting.device):
+        model = arms.cast(case.build(setting.size), DTYPES[setting.dtype]).to(setting.device)
     return model.to(memory_format=torch.channels_last) if setting.channels_last else model
 
 
 def _inputs(case: Case, setting: Setting) -> Inputs:
     inputs = case.inputs(setting.size, 0, DTYPES[setting.dtype])
+    inputs = {k: v.repeat(setting.batch, *[1] * (v.dim() - 1)) for k, v in inputs.items()}
     if setting.channels_last:
         wide = torch.channels_last
         inputs = {k: v.contiguous(memory_format=wide) if v.dim() == 4 else v for k, v in inputs.items()}
-    return inputs
+    return {k: v.to(setting.device) for k, v in inputs.items()}
 
 
 def _once(case: Case, contestant: str, setting: Setting) -> Call:
@@ -91,7 +101,7 @@ def _decode(case: Case, contestant: str, setting: Setting) -> Call:
 
 def _workloads() -> dict[str, Workload]:
     found = {}
-    for case in CASES.values():
+    for case in (*CASES.values(), *LARGE.values()):
         found[case.name] = Workload(case.name, case, PHASES, _once, case.unit, case.work)
         if case.generates:
             name = case.name + "-decode"
@@ -100,6 +110,7 @@ def _workloads() -> dict[str, Workload]:
 
 
 WORKLOADS = _workloads()
+STANDARD = tuple(w.name for w in WORKLOADS.values() if w.case.name in CASES)
 
 
 @dataclass(frozen=True)
@@ -133,11 +144,12 @@ def cost(workload: Workload, setting: Setting) -> Cost:
     from torch.utils.flop_counter import FlopCounterMode
 
     aten = torch.ops.aten
-    mapping = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-        aten._grouped_mm: _grouped_flops,
-    }  # which the counter does not know of itself
+    # what the counter does not know of itself
+    mapping: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_flops}
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+        # it knows some, but not with heads that share keys
+        mapping[getattr(aten, f"_scaled_dot_product_{kind}")] = _attention_flops
+        mapping[getattr(aten, f"_scaled_dot_product_{kind}_backward")] = _attention_backward_flops
     call = workload.call("eager", setting)
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         call()

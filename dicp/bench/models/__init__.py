@@ -67,10 +67,22 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+LARGE: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case(
+            "llama_7b", text.build_llama_7b, text.text_inputs(32000, {"full": ((1, 512),)}), token_targets,
+            generates=True,
+        ),
+    )
+}  # fmt: skip
+"""Of the size of GPUs: named, they are measured."""
+
+
 def obstacle(names: Iterable[str]) -> str | None:
     """Why these models cannot be built here, and what to do; None when they can. For the driver to say before
     any is built."""
-    wanted = sorted(name for name in set(names) if CASES[name].needs_transformers)
+    wanted = sorted(name for name in set(names) if (CASES | LARGE)[name].needs_transformers)
     if wanted and importlib.util.find_spec("transformers") is None:
         return (
             f"{', '.join(wanted)}: transformers is not installed; run `bash scripts/setup_env.sh` and use "

@@ -138,7 +138,7 @@ def build_whisper(size: str) -> nn.Module:
 def whisper_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
     """Log-mel features of 30 s (small: 64 frames), and 32 tokens said so far."""
     frames, top = (3000, 51865) if size == "full" else (64, 500)
-    batch, tokens = 1 + variant, 32 + 4 * variant
+    batch, tokens = (1 if size == "full" else 2) + variant, 32 + 4 * variant
     return {
         "input_features": torch.randn(batch, 80, frames, generator=seeded(variant)).to(dtype),
         "decoder_input_ids": torch.randint(0, top, (batch, tokens), generator=seeded(variant)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,18 @@ def build_llama(size: str) -> nn.Module:
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             intermediate_size=176, vocab_size=512, max_position_embeddings=128, use_cache=False,
         )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def build_llama_7b(size: str) -> nn.Module:
+    """LLaMA-2 7B, 8 of its 32 layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32,
+        intermediate_size=11008, vocab_size=32000, max_position_embeddings=4096, use_cache=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
 
@@ -92,7 +104,8 @@ def llama_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
     return {"input_ids": torch.randint(0, llama_vocabulary(size), (1, length), generator=seeded(variant))}
 
 
-TEXT_SHAPES = {"full": ((2, 128), (3, 96), (4, 144)), "small": ((2, 16), (3, 12), (4, 20))}
+Shapes = Mapping[str, tuple[tuple[int, int], ...]]
+TEXT_SHAPES: Shapes = {"full": ((2, 128), (3, 96), (4, 144)), "small": ((2, 16), (3, 12), (4, 20))}
 
 
 def build_bert(size: str) -> nn.Module:
@@ -132,11 +145,11 @@ def build_gpt2(size: str) -> nn.Module:
     return GPT2LMHeadModel(config).eval()
 
 
-def text_inputs(vocabulary: int) -> Callable[[str, int, torch.dtype], Inputs]:
+def text_inputs(vocabulary: int, shapes: Shapes = TEXT_SHAPES) -> Callable[[str, int, torch.dtype], Inputs]:
     """Random token numbers below `vocabulary` (small: 500)."""
 
     def inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
-        shape, top = TEXT_SHAPES[size][variant], vocabulary if size == "full" else 500
+        shape, top = shapes[size][variant], vocabulary if size == "full" else 500
         return {"input_ids": torch.randint(0, top, shape, generator=seeded(variant))}
 
     return inputs
