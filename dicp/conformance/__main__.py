@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,9 @@ from . import vendors
 
 if TYPE_CHECKING:
     from .unit import Unit, UnitResult
+
+
+SPREAD = 29  # a prime: kinds of units, which follow each other, take turns
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     p.add_argument(
         "--timeout", type=float, default=240.0, metavar="S", help="seconds before a silent worker is killed"
+    )
+    p.add_argument(
+        "--seconds", type=float, metavar="S", help="begin no unit after that time; units in another order"
     )
     p.add_argument(
         "--resume", type=Path, metavar="DIR", help="keep results here, and do not run again what is there"
@@ -189,9 +195,19 @@ def run(
 
         if waiting:
             workers = max(1, min(args.workers, len(waiting)))
-            Pool(backend, tuple(args.modules), workers, args.timeout, folder).run(waiting, report)
+            pool = Pool(backend, tuple(args.modules), workers, args.timeout, folder)
+            pool.run(waiting if args.seconds is None else _until(waiting, started + args.seconds), report)
     if terminal:
         print(file=sys.stderr)
+
+
+def _until(units: list[Unit], end: float) -> Iterator[Unit]:
+    """Units spread over all operators, as long as there is time."""
+    for first in range(SPREAD):
+        for unit in units[first::SPREAD]:
+            if time.perf_counter() > end:
+                return
+            yield unit
 
 
 def finish(

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import sys
+import types
+import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+DATABASE = "torch.testing._internal.common_methods_invocations"
 Kind = Literal["elementwise", "accumulating"]
 
 # The values of these results are whatever the memory held: only their metadata can be compared.
@@ -107,12 +112,26 @@ def _unseeded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
+def _database() -> Any:
+    """torch's module. It asks for expecttest, of which it uses the name of a base class alone: where that is
+    not installed, as where PyTorch is only used, an empty stand-in serves while it is imported."""
+    if importlib.util.find_spec("expecttest") is not None:
+        return importlib.import_module(DATABASE)
+    stand_in = types.ModuleType("expecttest")
+    stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    sys.modules["expecttest"] = stand_in
+    try:
+        return importlib.import_module(DATABASE)
+    finally:
+        del sys.modules["expecttest"]
+
+
 @functools.cache
 def operators(device: str = "cpu") -> dict[str, Operator]:
     """Every operator of the database and of `extra.py` by its full name (`name` or `name.variant`),
     sorted.
     """
-    from torch.testing._internal import common_methods_invocations as database
+    database = _database()
 
     from .extra import EXTRA
 

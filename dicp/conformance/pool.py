@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -112,7 +112,7 @@ class Pool:
     timeout: float
     log: Path
 
-    def run(self, units: Sequence[Unit], report: Callable[[UnitResult], None]) -> None:
+    def run(self, units: Iterable[Unit], report: Callable[[UnitResult], None]) -> None:
         """Run all units; `report` is called once for each as it ends, never by two threads at a time."""
         waiting = iter(units)
         lock = threading.Lock()
