@@ -311,6 +311,8 @@ def _least(node: Node) -> int | float | None:
     """A number that no element of the range behind views is below."""
     while node.target in _VIEWS_AND_COPIES and isinstance(node.args[0], Node):
         node = node.args[0]
+    if value_of(node).dtype not in (torch.int64, torch.int32, torch.float32, torch.float64):
+        return None  # a narrow integer wraps
     if node.target is aten.arange.default:
         return 0
     ranged = node.target in (aten.arange.start, aten.arange.start_step) and not any(

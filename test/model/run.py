@@ -25,10 +25,12 @@ from dicp.bench import arms, measure
 from dicp.bench.models import CASES, Case, obstacle
 from dicp.bench.models.text import LLAMA_NEW_TOKENS, LLAMA_PROMPTS, tokenizer
 from dicp.bench.workloads import DTYPES
+from dicp.config import Config
 from model import arms as runs
 from model import checks
 
 BACKENDS = ("dicp_cpu", "cpugraph", "dicp_cuda", "cudagraph", "dicp", "inductor", "aot_eager", "eager")
+ON_GPU = ("dicp_cuda", "cudagraph")
 VARIANTS = (0, 1, 2)
 
 
@@ -107,9 +109,11 @@ class Trio:
     exact: arms.Arm | None
     variants: tuple[int, ...]
     rounds: int
+    device: str = "cpu"
 
     def inputs(self, variant: int) -> dict[str, torch.Tensor]:
-        return self.case.inputs(self.size, variant, self.eager.dtype)
+        made = self.case.inputs(self.size, variant, self.eager.dtype)
+        return {name: t.to(self.device) for name, t in made.items()}
 
 
 def memory_available() -> int:
@@ -120,11 +124,18 @@ def memory_available() -> int:
     return 0
 
 
+def device_of(backend: str) -> str:
+    """Where all three runs take place: on the GPU that the backend is for, where there is one."""
+    wanted = backend in ON_GPU and torch.cuda.is_available() and not Config.make().interpret
+    return "cuda" if wanted else "cpu"
+
+
 def make_trio(
     case: Case, backend: str, dtype: torch.dtype, dynamic: bool, size: str, rounds: int, result: Result
 ) -> Trio:
     """Build the model once, and give each run its copy; a model too large for that shares its parameters."""
-    model = arms.cast(case.build(size), dtype)
+    device = device_of(backend)
+    model = arms.cast(case.build(size), dtype).to(device)
     elements = sum(p.numel() for p in model.parameters())
     roomy = elements * (8 + dtype.itemsize) < 0.7 * memory_available()
     exact = runs.exact_arm(case, model) if roomy else None
@@ -133,7 +144,7 @@ def make_trio(
     twin = copy.deepcopy(model) if roomy else model
     got = arms.compiled_arm(twin, backend, dtype, dynamic)
     eager = arms.Arm("eager", model, model, dtype)
-    return Trio(case, size, got, eager, exact, VARIANTS if dynamic else VARIANTS[:1], rounds)
+    return Trio(case, size, got, eager, exact, VARIANTS if dynamic else VARIANTS[:1], rounds, device)
 
 
 def no_recompiles(result: Result, before: int, what: str) -> None:
@@ -210,12 +221,14 @@ def check_training(trio: Trio, result: Result) -> None:
 
 def take_times(trio: Trio, result: Result, got: measure.Thunk, eager: measure.Thunk) -> None:
     """Milliseconds of the call that the report is about."""
-    result.ms, result.eager_ms = measure.alternating([got, eager], rounds=trio.rounds)
+    wait = torch.cuda.synchronize if trio.device == "cuda" else lambda: None
+    result.ms, result.eager_ms = measure.alternating([got, eager], rounds=trio.rounds, wait=wait)
 
 
-def take_peaks(result: Result, got: measure.Thunk, eager: measure.Thunk) -> None:
+def take_peaks(trio: Trio, result: Result, got: measure.Thunk, eager: measure.Thunk) -> None:
     """Peak memory of the largest call."""
-    result.peak_bytes, result.eager_peak_bytes = measure.peaks([got, eager])
+    growth = measure.peak_growth_on_gpu if trio.device == "cuda" else None
+    result.peak_bytes, result.eager_peak_bytes = measure.peaks([got, eager], growth=growth)
 
 
 def check_ordinary(trio: Trio, result: Result) -> None:
@@ -230,7 +243,7 @@ def check_ordinary(trio: Trio, result: Result) -> None:
         run = [lambda a=arm: arms.scores(a, inputs) for arm in (trio.got, trio.eager)]
     with runs.restored([trio.got.model, trio.eager.model]):
         take_times(trio, result, *run)
-        take_peaks(result, *run)
+        take_peaks(trio, result, *run)
 
 
 def check_generation(trio: Trio, result: Result) -> None:
@@ -269,7 +282,7 @@ def check_generation(trio: Trio, result: Result) -> None:
             )
     no_recompiles(result, graphs, "generation")
     take_times(trio, result, lambda: decode(got), lambda: decode(eager))
-    take_peaks(result, lambda: got.prefill(prompt), lambda: eager.prefill(prompt))
+    take_peaks(trio, result, lambda: got.prefill(prompt), lambda: eager.prefill(prompt))
 
 
 def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str, rounds: int = 5) -> Result:

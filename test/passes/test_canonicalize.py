@@ -62,6 +62,7 @@ graph(arg0_1: f32[3,2]):
             lambda x: torch.arange(3) > 0,
             lambda x: torch.arange(-1, 2) >= 0,
             lambda x: torch.arange(3, 0, -1) >= 3,
+            lambda x: torch.arange(3, dtype=torch.int8) >= 0,
             lambda x: x >= 0,
         ):
             text = show(canonicalize(graph_of(lambda x: torch.where(above(x), x, 0.5), (3,))))  # noqa: B023
