@@ -215,6 +215,25 @@ def test_what_cannot_be_captured_runs_all_the_same(compiled: Any, caplog: pytest
     assert "without a CUDA graph" in caplog.text
 
 
+@torch.library.custom_op("dicp_test_device::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    torch.cuda.synchronize()
+    return x.clone()
+
+
+@waits.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_capture_that_fails_leaves_random_numbers_usable(compiled: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run, x = compiled(lambda x: waits(x * 2) + 1, "reduce-overhead"), torch.ones(64, device="cuda")
+    for _ in range(4):
+        assert run(x).eq(3).all()
+    assert "the capture failed" in caplog.text
+    assert torch.rand(8, device="cuda").unique().numel() > 1
+
+
 def test_an_index_out_of_range_is_told_by_the_next_call(compiled: Any) -> None:
     run = compiled(lambda x, i: x[i] * 2)
     x = torch.ones(4, device="cuda")

@@ -179,6 +179,10 @@ def test_what_cannot_be_captured_is_named(caplog: pytest.LogCaptureFixture) -> N
     node = SimpleNamespace(target="aten.nonzero.default")
     extern = SimpleNamespace(node=node, results=(ix.of(ix.Var("u0")),), note="model.py:3")
     assert "depends on data" in (graphs.obstacle(program([buffer("x")], externs=(extern,))) or "")
+    sized = SimpleNamespace(node=node, results=(buffer("y", ix.of(ix.Var("u0"))),), note="model.py:3")
+    assert "depends on data" in (graphs.obstacle(program([buffer("x")], externs=(sized,))) or "")
+    same = SimpleNamespace(node=node, results=(buffer("y", ix.of(ix.Var("s0"))),), note="model.py:3")
+    assert graphs.obstacle(program([buffer("x", ix.of(ix.Var("s0")))], externs=(same,))) is None
     assert "not a plain tensor" in (graphs.obstacle(program([Raw("generator")])) or "")
     assert graphs.capturing(add, program([Raw("generator")])) is add
     assert "without a CUDA graph" in caplog.text
