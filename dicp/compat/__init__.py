@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor  # type: ignore[attr-defined]
 from torch._guards import detect_fake_mode as _detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _in_kernel
@@ -133,11 +134,9 @@ def promoted_dtypes(kind: str, *operands: object) -> tuple[torch.dtype, torch.dt
     return elementwise_dtypes(*operands, type_promotion_kind=KINDS[kind])  # type: ignore[arg-type]
 
 
-def empty_strided_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor, by the shortest path there is."""
-    from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
-
-    return _empty_strided_cpu(shape, strides, dtype)  # type: ignore[no-any-return]
+_Sizes = tuple[int, ...]
+empty_strided_cpu: Callable[[_Sizes, _Sizes, torch.dtype], torch.Tensor] = _empty_strided_cpu
+"""An uninitialised CPU tensor (shape, strides, dtype), by the shortest path there is: torch's function."""
 
 
 def tensors_from_handles(handles: Iterable[int]) -> list[torch.Tensor]:
@@ -337,11 +336,9 @@ def graph_break_count() -> int:
     return len(graph_break_reasons)
 
 
-def window(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
-    """A view of base's memory, `offset` elements behind its start, by the shortest path there is."""
-    from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
-
-    return _reinterpret_tensor(base, shape, strides, offset)  # type: ignore[no-any-return]
+window: Callable[[torch.Tensor, _Sizes, _Sizes, int], torch.Tensor] = _reinterpret_tensor
+"""A view of a tensor's memory (base, shape, strides, offset), `offset` elements behind its start: torch's own
+function, called hundreds of times by a program of library calls."""
 
 
 def raw_stream(device: int) -> int:

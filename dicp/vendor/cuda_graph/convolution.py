@@ -138,9 +138,16 @@ def _pair(values: Sequence[Any]) -> tuple[int, int]:
 
 def library(node: fx.Node) -> Claim:
     """A convolution, or its backward, by cuDNN."""
-    return Claim(
-        "convolution: cuDNN", lambda w, c: w._extern(c), strides=_strides, prepare=_in_layout(node)
-    )
+
+    def emit(w: Any, c: Call) -> None:
+        if c.node.target is not aten.convolution.default:
+            w._extern(c)
+            return
+        args = [w.value(a) for a in c.args]  # by torch's own namespace, which Python calls fastest
+        w.line(f"result = {w.name('convolution', torch.convolution)}({', '.join(args)})", c.note)
+        w.keep(c, "result")
+
+    return Claim("convolution: cuDNN", emit, strides=_strides, prepare=_in_layout(node))
 
 
 def library_of_all(node: fx.Node) -> Claim:
