@@ -48,6 +48,7 @@ class DefinitionBuilder:
         self.in_place: dict[fx.Node, Buffer] = {}
         self.made: dict[str, fx.Node] = {}
         self.check_numbers: dict[str, int] = {}
+        self.padded: dict[Any, Buffer] = {}  # copies of windows whose rows begin anywhere, by the window
 
     # -- materialising -------------------------------------------------------------------------------------
 
@@ -326,12 +327,11 @@ class DefinitionBuilder:
         idx = self.index_vars(value.shape)
         expr = value(idx)
         if expr.op == "at":
-            buffer = self.out.buffers[expr.args[0]]
-            window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
-            if window is not None and buffer.dtype == value.dtype and no_negative(window[0]):
-                view = View(buffer, value.shape, *window)
-                if not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape)))):
-                    return view
+            view = self._window(value)
+            if view is not None and (
+                not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape))))
+            ):
+                return view
         elif value.rows_of is not None and order is None:  # with the dims of what else is done to its rows
             rows, row_major = self.operand(value.rows_of, dense=True), tuple(range(len(value.shape)))
             return View(rows.buffer, value.shape, dense_strides(value.shape, row_major), rows.offset)
@@ -340,6 +340,44 @@ class DefinitionBuilder:
         note = expr.note or note_of(self.node)  # the op that made it, not the call that reads it
         self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), expr, idx))
         return View(buffer, value.shape, buffer.strides)
+
+    def _window(self, value: Value) -> View | None:
+        """Where a value lies in memory as a strided window; None where it does not."""
+        idx = self.index_vars(value.shape)
+        expr = value(idx)
+        if expr.op != "at":
+            return None
+        buffer = self.out.buffers[expr.args[0]]
+        window = affine_window(buffer.flat(expr.args[1]), idx, value.shape)
+        if window is None or buffer.dtype != value.dtype or not no_negative(window[0]):
+            return None
+        return View(buffer, value.shape, *window)
+
+    def aligned(self, value: Value, elements: int) -> View:
+        """A matrix as a window in which what lies apart, rows or columns, begins at multiples of so many
+        elements; a copy of memory that does not is made once."""
+        view = self._window(value)
+        far = 0 if view is None else next((d for d in (0, 1) if view.strides[1 - d] == 1), None)
+        if view is not None and far is None:
+            return view
+        assert far is not None
+        length, step = value.shape[1 - far], None if view is None else view.strides[far]
+        if not all(isinstance(n, int) for n in (*value.shape, 0 if step is None else step)):
+            return self.operand(value)
+        assert isinstance(length, int)
+        if view is not None and step is not None and step % elements == 0:
+            return view
+        row = -(-length // elements) * elements
+        strides = (row, 1) if far == 0 else (1, row)
+        key = None if view is None else (view.buffer.name, view.offset, step, value.shape[far], length)
+        buffer = self.padded.get(key)
+        if buffer is None:
+            idx = self.index_vars(value.shape)
+            buffer = self.new_buffer(value.shape, value.dtype, strides)
+            note = f"rows aligned for {note_of(self.node)}"
+            self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), value(idx), idx))
+            self.padded |= {} if key is None else {key: buffer}
+        return View(buffer, value.shape, strides)
 
     def in_order(self, value: Any, order: tuple[int, ...]) -> View:
         """A value as a window whose dims lie in memory in `order`, outermost first."""

@@ -45,8 +45,11 @@ class Buffer:
 
     @property
     def nbytes(self) -> Index:
-        """Bytes from the first to the last element, for the (dense) buffers we allocate."""
-        return self.numel * self.dtype.itemsize
+        """Bytes that the memory has: with the gaps between rows that lie apart. Rows of symbolic sizes have
+        none (claims ask for gaps where sizes are numbers)."""
+        numel, span = self.numel, self.span
+        elements = max(numel, span) if isinstance(numel, int) and isinstance(span, int) else numel
+        return elements * self.dtype.itemsize
 
     @property
     def span(self) -> Index:

@@ -13,6 +13,7 @@ from lowered import Kernels, compiled
 
 from dicp.ir import index as ix
 from dicp.runtime.program import Program
+from dicp.schedule.defs import Buffer
 from dicp.schedule.lifetime import Lifetime, most_alive
 from dicp.schedule.memory import ALIGN, touched
 from dicp.schedule.placement import by_size, stacked
@@ -258,3 +259,8 @@ def test_scatter_result_lives_in_its_base() -> None:
 def test_nothing_to_plan() -> None:
     p = compiled(lambda x: x + 1, (4,))
     assert p.plan.size == 0 and not p.plan.offset
+
+
+def test_memory_of_rows_that_lie_apart_has_the_gaps() -> None:
+    assert Buffer("b", (4, 3), torch.float32, (8, 1)).nbytes == (3 * 8 + 3) * 4
+    assert Buffer("b", (4, 3), torch.float32, (0, 1)).nbytes == 4 * 3 * 4

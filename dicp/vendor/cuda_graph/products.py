@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from dicp.compat import size_hint
 from dicp.ir import index as ix
+from dicp.ir.value import Value
 from dicp.ops.library import ACTIVATIONS
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
@@ -37,7 +38,7 @@ FEW_TILES = 256
 FOLLOWING = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 INSIDE = {"relu": False, "gelu_tanh": True}
 """Activations that cuBLAS computes behind a bias; whether it is GELU."""
-ALIGN = 16  # bytes, that the copy engine of a tile asks of rows
+ALIGNED = 8  # elements of half precision: the 16 bytes that the copy engine asks of rows
 MULTIPROCESSORS = 132  # where there is no GPU to ask
 MAX_SPLIT = 16
 
@@ -270,16 +271,34 @@ def _broadcast(v: View, shape: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 def aligned_rows(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     """Strides of a large product of half precision whose rows would begin anywhere, as a vocabulary of 50,257
-    makes them: rows that begin at ALIGN bytes. cuBLAS computes them several times as fast, which is more than
+    makes them: rows that begin at 16 bytes. cuBLAS computes them several times as fast, which is more than
     the copy takes that a caller of row-major logits is given."""
+    shape = node.meta["val"].shape
+    n = shape[-1]
+    if not _large(node) or not all(isinstance(size, int) for size in shape) or n % ALIGNED == 0:
+        return None
+    return [(-(-n // ALIGNED) * ALIGNED, 1)]
+
+
+def aligned_operands(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+    """Its matrices, of which those whose rows begin anywhere are copied: the gradient of such logits, for the
+    two products of the backward."""
+    if not _large(node):
+        return args
+    matrices = (1, 2) if node.target is aten.addmm.default else (0, 1)
+    return [
+        lowering.aligned(a, ALIGNED) if k in matrices and isinstance(a, Value) else a
+        for k, a in enumerate(args)
+    ]
+
+
+def _large(node: fx.Node) -> bool:
+    """Whether a product of half precision takes longer than copies of what it reads and writes."""
     val = node.meta["val"]
-    size, rest = val.element_size(), ALIGN // val.element_size()
-    if val.dim() != 2 or size != 2 or not isinstance(n := val.shape[1], int) or n % rest == 0:
-        return None
-    m, _, k, _ = _sizes(node)
-    if m < FEW_TILES // 2 or n < FEW_TILES or k < FEW_TILES:
-        return None
-    return [(-(-n // rest) * rest, 1)]
+    if val.dim() != 2 or val.element_size() != 2:
+        return False
+    m, n, k, _ = _sizes(node)
+    return m >= FEW_TILES // 2 and n >= FEW_TILES and k >= FEW_TILES
 
 
 # -- the library, for dicp::linear ---------------------------------------------------------------------------

@@ -199,6 +199,28 @@ def test_who_serves_a_product(name: str, cuda_cache: str) -> None:
     assert SERVED[name] in text and ("_out(" in text) == (name == "large_mm")
 
 
+def test_rows_of_an_odd_vocabulary_are_aligned(cuda_cache: str) -> None:
+    """The product writes rows of 264 elements, and its gradient, in rows of 257, is copied once for two."""
+    from dicp import compiler
+
+    x, w, g = (torch.randn(s).bfloat16() for s in ((256, 256), (257, 256), (256, 257)))
+    x.requires_grad_(), w.requires_grad_()
+    seen: list[Any] = []
+    with compiler.observe(seen.append):
+        run = torch.compile(F.linear, backend=dicp_cuda, options={"interpret": True, "cache_dir": cuda_cache})
+        got = run(x, w)
+        gradients = torch.autograd.grad(got, (x, w), g)
+    want = F.linear(x, w)
+    assert got.stride() == want.stride()
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-1)
+    for a, b in zip(gradients, torch.autograd.grad(want, (x, w), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-1)
+    forward, backward = (s.program.sources["call.py"] for s in seen)
+    assert "(264, 1, )" in forward
+    assert backward.count("(264, 1, )") + backward.count("(1, 264, )") == 2
+    assert sum("rows_aligned" in name or "tangents" in name for name in seen[1].program.sources) <= 1
+
+
 def test_candidates_name_themselves_apart(cuda_cache: str) -> None:
     import torch.fx as fx
 
