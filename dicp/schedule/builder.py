@@ -365,8 +365,8 @@ class DefinitionBuilder:
         if not all(isinstance(n, int) for n in (*value.shape, 0 if step is None else step)):
             return self.operand(value)
         assert isinstance(length, int)
-        if view is not None and step is not None and step % elements == 0:
-            return view
+        if (length if step is None else step) % elements == 0:
+            return self.operand(value)
         row = -(-length // elements) * elements
         strides = (row, 1) if far == 0 else (1, row)
         key = None if view is None else (view.buffer.name, view.offset, step, value.shape[far], length)

@@ -221,6 +221,21 @@ def test_rows_of_an_odd_vocabulary_are_aligned(cuda_cache: str) -> None:
     assert sum("rows_aligned" in name or "tangents" in name for name in seen[1].program.sources) <= 1
 
 
+def test_rows_that_are_aligned_stay_with_their_norm(cuda_cache: str) -> None:
+    from dicp import compiler
+
+    x, w = torch.randn(2, 128, 256).bfloat16(), torch.randn(256, 256).bfloat16()
+    seen: list[Any] = []
+    with compiler.observe(seen.append):
+        run = torch.compile(
+            lambda x, w: ((h := x + 1), F.layer_norm(h, (256,)).view(-1, 256) @ w),
+            backend=dicp_cuda,
+            options={"interpret": True, "cache_dir": cuda_cache},
+        )
+        run(x, w)
+    assert len(seen[0].program.launches) == 1
+
+
 def test_candidates_name_themselves_apart(cuda_cache: str) -> None:
     import torch.fx as fx
 
