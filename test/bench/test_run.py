@@ -1,6 +1,8 @@
 """Taking the figures, at small sizes: every contestant's are there, and one that fails does not stop the rest."""
 
+import fcntl
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from dicp.bench import __main__ as command
-from dicp.bench import contestants, run
+from dicp.bench import contestants, measure, run
 from dicp.bench.workloads import WORKLOADS, Setting, cost
 
 SMALL = Setting("inference", "fp32", "small")
@@ -112,3 +114,37 @@ def test_command_with_all_kinds(tmp_path: Path, capsys: Any) -> None:
     assert "cold_s" not in eager
     said = capsys.readouterr().out
     assert "Per call" in said and "Cold compile" in said
+
+
+def test_a_batch_is_what_a_model_usually_gets_so_many_times() -> None:
+    usual, large = (Setting("inference", "fp32", "small", batch=n) for n in (1, 3))
+    assert WORKLOADS["bert"].amount(large) == 3 * WORKLOADS["bert"].amount(usual)
+
+
+def test_times_are_taken_by_one_process_at_a_time(tmp_path: Path) -> None:
+    lock, entered = str(tmp_path / "lock"), threading.Event()
+
+    def measure_alone() -> None:
+        with measure.alone(lock):
+            entered.set()
+
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waits = threading.Thread(target=measure_alone)
+        waits.start()
+        assert not entered.wait(0.2)
+        assert len(Path(lock + ".waiting").read_text().splitlines()) == 1
+    waits.join(10)
+    assert entered.is_set()
+
+
+def test_a_turn_ends_when_what_it_began_is_done() -> None:
+    done = []
+    measure.turns([lambda: None], rounds=3, min_ms=0.0, wait=lambda: done.append(1))
+    assert len(done) == 2 + 3
+
+
+def test_contestants_are_those_of_the_device() -> None:
+    assert command.parse(["--device", "cuda"]).contestants == list(contestants.ON_GPU)
+    assert command.parse([]).contestants == list(contestants.STANDARD)
+    assert "llama_7b-decode" not in command.parse([]).models

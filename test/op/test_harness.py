@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -727,3 +729,31 @@ def test_rounding_of_a_write_is_in_what_its_gradient_reads() -> None:
     assert plain is not None and noisy is not None
     torch.testing.assert_close(noisy[1][0], plain[1][0], rtol=1e-5, atol=1e-6)
     assert not torch.equal(noisy[1][0], plain[1][0])
+
+
+# -- a part of it, and where PyTorch is only used ------------------------------------------------------------
+
+
+def test_a_run_of_some_seconds_is_spread_over_all_units() -> None:
+    from dicp.conformance.__main__ import _until
+
+    units: list[Any] = list(range(100))
+    taken = list(_until(units, time.perf_counter() + 60))
+    assert sorted(taken) == units and taken[:3] == [0, 29, 58]
+    assert not list(_until(units, time.perf_counter() - 1))
+
+
+def test_the_database_needs_no_expecttest() -> None:
+    code = """
+import importlib.util as util, sys
+find = util.find_spec
+util.find_spec = lambda name, *rest: None if name == "expecttest" else find(name, *rest)
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "expecttest":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+from dicp.conformance import opdb
+assert len(opdb.operators()) > 500 and "expecttest" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -71,7 +71,7 @@ LARGE: dict[str, Case] = {
     case.name: case
     for case in (
         Case(
-            "llama_7b", text.build_llama_7b, text.text_inputs(32000, {"full": ((1, 512),)}), token_targets,
+            "llama_7b", text.build_llama_7b, text.text_inputs(32000, text.LONG_SHAPES), token_targets,
             generates=True,
         ),
     )

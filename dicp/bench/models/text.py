@@ -47,9 +47,11 @@ def build_llama(size: str) -> nn.Module:
 
 
 def build_llama_7b(size: str) -> nn.Module:
-    """LLaMA-2 7B, 8 of its 32 layers."""
+    """LLaMA-2 7B, 8 of its 32 layers (full)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    if size != "full":
+        return build_llama(size)
     config = LlamaConfig(
         hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32,
         intermediate_size=11008, vocab_size=32000, max_position_embeddings=4096, use_cache=False,
@@ -106,6 +108,9 @@ def llama_inputs(size: str, variant: int, dtype: torch.dtype) -> Inputs:
 
 Shapes = Mapping[str, tuple[tuple[int, int], ...]]
 TEXT_SHAPES: Shapes = {"full": ((2, 128), (3, 96), (4, 144)), "small": ((2, 16), (3, 12), (4, 20))}
+
+
+LONG_SHAPES: Shapes = {"full": ((1, 512), (1, 384), (1, 640)), "small": TEXT_SHAPES["small"]}
 
 
 def build_bert(size: str) -> nn.Module:
