@@ -236,7 +236,7 @@ def tuned(report: Report) -> None:
     from dicp.bench.run import Job
     from dicp.bench.workloads import Setting
 
-    for name in ("llama", "bert", "gpt2", "vit", "resnet50"):
+    for name in MODELS:
         if report.left < 45:
             return
         setting = Setting("inference", "bf16", device="cuda", batch=BATCH["inference"])

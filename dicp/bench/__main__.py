@@ -44,6 +44,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (all_of_them, standard) in offered.items():
         default = "all" if all_of_them == standard else ",".join(standard)
         more = ", or any backend of torch.compile" if name == "contestants" else ""
+        if name == "contestants":
+            default += f"; on a GPU {','.join(contestants.ON_GPU)}"
         parser.add_argument(
             f"--{name}",
             type=lambda text: text.split(","),

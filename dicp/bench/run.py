@@ -165,8 +165,9 @@ def _overhead(job: Job) -> Figures:
     functions = {name: contestants.get(name).compiler(False)(three_ops) for name in job.contestants}
     functions["nothing"] = torch.compile(three_ops, backend=nothing)
     calls = [functools.partial(f, x, y) for f in functions.values()]
-    for call in calls:
-        call()
+    with torch.no_grad():
+        for call in calls:
+            call()  # compiles, which the lock is not for
     with torch.no_grad(), measure.alone(job.lock):
         times = measure.alternating(calls, max(job.rounds, 9), wait=job.setting.wait)
     large = torch.ones(2**26, device=job.setting.device)

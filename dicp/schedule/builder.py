@@ -326,25 +326,22 @@ class DefinitionBuilder:
             return View(value, value.shape, value.strides)
         idx = self.index_vars(value.shape)
         expr = value(idx)
-        if expr.op == "at":
-            view = self._window(value)
-            if view is not None and (
-                not dense or view.strides == dense_strides(value.shape, tuple(range(len(value.shape))))
-            ):
-                return view
-        elif value.rows_of is not None and order is None:  # with the dims of what else is done to its rows
-            rows, row_major = self.operand(value.rows_of, dense=True), tuple(range(len(value.shape)))
-            return View(rows.buffer, value.shape, dense_strides(value.shape, row_major), rows.offset)
-        strides = dense_strides(value.shape, order or tuple(range(len(value.shape))))
+        row_major = dense_strides(value.shape, tuple(range(len(value.shape))))
+        view = self._window(value, idx, expr)
+        if view is not None and (not dense or view.strides == row_major):
+            return view
+        if value.rows_of is not None and order is None and expr.op != "at":
+            rows = self.operand(value.rows_of, dense=True)  # with the dims of what else is done to its rows
+            return View(rows.buffer, value.shape, row_major, rows.offset)
+        strides = row_major if order is None else dense_strides(value.shape, order)
         buffer = self.new_buffer(value.shape, value.dtype, strides)
         note = expr.note or note_of(self.node)  # the op that made it, not the call that reads it
         self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), expr, idx))
         return View(buffer, value.shape, buffer.strides)
 
-    def _window(self, value: Value) -> View | None:
-        """Where a value lies in memory as a strided window; None where it does not."""
-        idx = self.index_vars(value.shape)
-        expr = value(idx)
+    def _window(self, value: Value, idx: Indices, expr: Expr) -> View | None:
+        """Where a value, whose element at idx is expr, lies in memory as a strided window; None where it does
+        not."""
         if expr.op != "at":
             return None
         buffer = self.out.buffers[expr.args[0]]
@@ -356,28 +353,24 @@ class DefinitionBuilder:
     def aligned(self, value: Value, elements: int) -> View:
         """A matrix as a window in which what lies apart, rows or columns, begins at multiples of so many
         elements; a copy of memory that does not is made once."""
-        view = self._window(value)
-        far = 0 if view is None else next((d for d in (0, 1) if view.strides[1 - d] == 1), None)
-        if view is not None and far is None:
-            return view
-        assert far is not None
-        length, step = value.shape[1 - far], None if view is None else view.strides[far]
-        if not all(isinstance(n, int) for n in (*value.shape, 0 if step is None else step)):
+        idx = self.index_vars(value.shape)
+        view = self._window(value, idx, expr := value(idx))
+        strides = (value.shape[1], 1) if view is None else view.strides  # what is made lies row by row
+        far = next((d for d in (0, 1) if strides[1 - d] == 1), None)
+        if far is None or not all(isinstance(n, int) for n in (*value.shape, *strides)):
             return self.operand(value)
-        assert isinstance(length, int)
-        if (length if step is None else step) % elements == 0:
+        length, step = value.shape[1 - far], strides[far]
+        assert isinstance(length, int) and isinstance(step, int)
+        if step % elements == 0:
             return self.operand(value)
         row = -(-length // elements) * elements
-        strides = (row, 1) if far == 0 else (1, row)
-        key = None if view is None else (view.buffer.name, view.offset, step, value.shape[far], length)
-        buffer = self.padded.get(key)
-        if buffer is None:
-            idx = self.index_vars(value.shape)
-            buffer = self.new_buffer(value.shape, value.dtype, strides)
+        apart = (row, 1) if far == 0 else (1, row)
+        key = (expr,) if view is None else (view.buffer.name, view.offset, step, value.shape[far], length)
+        if key not in self.padded:
+            buffer = self.padded[key] = self.new_buffer(value.shape, value.dtype, apart)
             note = f"rows aligned for {note_of(self.node)}"
-            self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), value(idx), idx))
-            self.padded |= {} if key is None else {key: buffer}
-        return View(buffer, value.shape, strides)
+            self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), expr, idx))
+        return View(self.padded[key], value.shape, apart)
 
     def in_order(self, value: Any, order: tuple[int, ...]) -> View:
         """A value as a window whose dims lie in memory in `order`, outermost first."""

@@ -390,6 +390,15 @@ def test_the_vendor_says_what_there_is_to_occupy(monkeypatch: pytest.MonkeyPatch
     assert len(compiled(lambda x: x - x.sum(1, keepdim=True), (64, 1025)).launches) == 2
 
 
+def test_columns_are_cut_until_there_are_enough_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of many threads: each piece of 8,192 columns is 8,192 results more to write and read."""
+    monkeypatch.setattr(Kernels, "machine", lambda self, config: Machine(threads=32, lanes=64))
+    first, second = reductions(lambda x: x.sum(0), (8192, 8192))
+    assert sizes(first) == ([64, 8192], [128]) and sizes(second) == ([8192], [64])
+    first, _ = reductions(lambda x: x.sum(0), (8192, 64))
+    assert sizes(first) == ([256, 64], [32])
+
+
 def test_what_two_readers_want_in_memory_is_written_once() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x.relu()

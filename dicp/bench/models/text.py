@@ -20,10 +20,15 @@ def llama_dir() -> str | None:
     return os.environ.get("LLAMA_MODEL_DIR") or None
 
 
-def build_llama(size: str) -> nn.Module:
-    """LLaMA with grouped-query attention: 4 layers of hidden size 1024 (full), or a checkpoint's own."""
+def _llama(**widths: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, **widths)).eval()
+
+
+def build_llama(size: str) -> nn.Module:
+    """LLaMA with grouped-query attention: 4 layers of hidden size 1024 (full), or a checkpoint's own."""
     directory = llama_dir()
     if directory:
         from transformers import AutoModelForCausalLM
@@ -32,32 +37,24 @@ def build_llama(size: str) -> nn.Module:
         model.config.use_cache = False
         return model
     if size == "full":
-        config = LlamaConfig(
+        return _llama(
             hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
             intermediate_size=2752, vocab_size=32000, max_position_embeddings=2048,
-            use_cache=False,
         )  # fmt: skip
-    else:
-        config = LlamaConfig(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=176, vocab_size=512, max_position_embeddings=128, use_cache=False,
-        )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return _llama(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=176, vocab_size=512, max_position_embeddings=128,
+    )  # fmt: skip
 
 
 def build_llama_7b(size: str) -> nn.Module:
     """LLaMA-2 7B, 8 of its 32 layers (full)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     if size != "full":
         return build_llama(size)
-    config = LlamaConfig(
+    return _llama(
         hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32,
-        intermediate_size=11008, vocab_size=32000, max_position_embeddings=4096, use_cache=False,
+        intermediate_size=11008, vocab_size=32000, max_position_embeddings=4096,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
 
 
 PROMPT = (

@@ -293,7 +293,7 @@ def test_a_measured_choice_computes_the_same(compiled: Any) -> None:
 
 
 def test_attention_at_odd_addresses(compiled: Any) -> None:
-    """cuDNN's plans are for others, and would give something else."""
+    """Calls between them at addresses of whole 16 bytes, in case plans are kept."""
     q, k, v = (torch.randn(2 * 4 * 7 * 8 + 1, device="cuda").bfloat16()[1:].view(2, 4, 7, 8) for _ in range(3))
     attend = F.scaled_dot_product_attention
     with torch.no_grad():

@@ -145,6 +145,24 @@ def test_symbolic_sizes(config: Config) -> None:
         agree(kernel, [x, torch.zeros(m * n)], (m, n), config, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [32, 1000])
+def test_columns_are_read_by_whole_lines(dtype: torch.dtype, rows: int) -> None:
+    """A warp has 512 bytes of neighbours, where rows are many; a thread at least 16 elements, either way."""
+    i, j = Var("i", 1 << 17), Var("j", rows)
+    x = Expr("load", ("x", ix.of(j) * (1 << 17) + ix.of(i)), dtype)
+    kernel = Kernel(
+        "columns",
+        (Axis(i), Axis(j, reduced=True)),
+        (Param("x", dtype, False), Param("y", torch.float32, True, False)),
+        (),
+        (Reduce(("t",), "sum", x), Store("y", ix.of(i), Expr("ref", ("t",), torch.float32))),
+    )
+    blocks = tiles.choose_blocks(kernel, tiles.choose_tile(kernel))
+    assert blocks.x * dtype.itemsize >= (512 if rows > tiles.PERSISTENT_COLUMN else 256)
+    assert blocks.x * blocks.r == tiles.COLUMN_TILE and blocks.x * blocks.r // (32 * blocks.warps) >= 16
+
+
 def test_transposition_is_a_plane(config: Config) -> None:
     i, j = Var("i", 50), Var("j", 37)
     kernel = Kernel(

@@ -218,7 +218,7 @@ def test_rows_of_an_odd_vocabulary_are_aligned(cuda_cache: str) -> None:
     forward, backward = (s.program.sources["call.py"] for s in seen)
     assert "(264, 1, )" in forward
     assert backward.count("(264, 1, )") + backward.count("(1, 264, )") == 2
-    assert sum("rows_aligned" in name or "tangents" in name for name in seen[1].program.sources) <= 1
+    assert len(seen[1].program.launches) == 1
 
 
 def test_rows_that_are_aligned_stay_with_their_norm(cuda_cache: str) -> None:
