@@ -17,7 +17,7 @@ A kernel's hash ignores buffer and axis names, so equal kernels are built once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -134,6 +134,30 @@ def accessed(body: Iterable[Statement]) -> list[Index]:
     stores = [s.index for s in body if isinstance(s, Store)]
     loads = [e.args[1] for s in body for e in expressions(s) if e.op == "load"]
     return list(dict.fromkeys(stores + loads))
+
+
+def rewrite_body(
+    body: Iterable[Statement],
+    leaf: Callable[[Expr], Expr | None],
+    on_index: Callable[[Index], Index],
+) -> list[Statement]:
+    """Every expression and store index rewritten; expressions shared between statements stay shared."""
+    body = list(body)
+    roots = [s.value for s in body]
+    spots: list[int] = []
+    for k, s in enumerate(body):
+        if isinstance(s, Store) and isinstance(s.index, ix.Poly):
+            roots.append(Expr("index", (s.index,), torch.int64))
+            spots.append(k)
+    done = rewrite(tuple(roots), leaf, on_index)
+    flats = {k: e.args[0] for k, e in zip(spots, done[len(body) :], strict=True)}
+    out: list[Statement] = []
+    for k, s in enumerate(body):
+        if isinstance(s, Store):
+            out.append(Store(s.buffer, flats.get(k, s.index), done[k], s.mode, s.unique, s.note))
+        else:
+            out.append(type(s)(s.refs, s.kind, done[k], s.note))
+    return out
 
 
 def identity(kind: str, dtype: torch.dtype) -> bool | int | float:

@@ -5,15 +5,25 @@ group { t = x + y; u = relu(t) }, t read nowhere else   ->   kernel: out[i] = ma
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
-
-import torch
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
-from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Statement, Store, accessed, expressions
+from dicp.ir.kernel import (
+    Axis,
+    Kernel,
+    Param,
+    Reduce,
+    Scan,
+    Statement,
+    Store,
+    accessed,
+    expressions,
+    rewrite_body,
+)
 from dicp.schedule.defs import Buffer, Call, Lowered, Pointwise, Reduction, Scatter, View, views
 from dicp.schedule.fuse import Group, Member, Step
 
@@ -214,35 +224,49 @@ def _settle_axes(body: list[Statement], axes: list[Axis]) -> tuple[list[Statemen
     positions = any(isinstance(s, Reduce) and s.kind in ("argmax", "argmin") for s in body)
     outer = sorted((a for a in axes if not a.reduced and not a.serial), key=far, reverse=True)
     inner = [a for a in axes if a.reduced or a.serial]
-    if not positions and not scanning and not any(a.serial for a in inner):  # those go in logical order
+    logical = positions or scanning or any(a.serial for a in inner)
+    if not logical:
         inner.sort(key=far, reverse=True)
-    axes = outer + inner
-    return _merge(body, axes, accesses)
+    return _merge(body, outer + inner, accesses, logical)
 
 
 def _merge(
-    body: list[Statement], axes: list[Axis], accesses: list[Index]
+    body: list[Statement], axes: list[Axis], accesses: list[Index], logical: bool
 ) -> tuple[list[Statement], list[Axis]]:
-    """a < m, b < n with every position linear in n*a + b  ->  one axis of m*n."""
+    """a < m, b < n with every position linear in n*a + b  ->  one axis of m*n, in the place of b, if the axes
+    between them step over all of it. logical: inner axes keep their order, so only neighbours are one."""
     values = [e.args[0] for s in body for e in expressions(s) if e.op == "index"]
-    k = 0
-    while k + 1 < len(axes):
-        a, b = axes[k], axes[k + 1]
-        pairs = [(ix.coefficient(i, a.var), ix.coefficient(i, b.var)) for i in accesses]
-        joint = (
-            (a.reduced, a.serial) == (b.reduced, b.serial)
-            and not any(ix.depends(i, a.var) or ix.depends(i, b.var) for i in values)
-            and all(p is not None and q is not None and p[0] == q[0] * b.size for p, q in pairs)
+    walks = {a.var: [ix.coefficient(i, a.var) for i in accesses] for a in axes}
+
+    def steps_over(x: Axis, a: Axis, b: Axis) -> bool:
+        extent = a.size * b.size
+        return all(
+            p is not None and q is not None and (0 in (p[0], q[0]) or ix.nonnegative(p[0] - q[0] * extent))
+            for p, q in zip(walks[x.var], walks[b.var], strict=True)
         )
-        if not joint:
-            k += 1
-            continue
+
+    def joint(a: Axis, b: Axis) -> bool:
+        first, last = sorted((axes.index(a), axes.index(b)))
+        between = axes[first + 1 : last]
+        return (
+            (a.reduced, a.serial) == (b.reduced, b.serial)
+            and not (logical and (a.reduced or a.serial) and axes.index(b) != axes.index(a) + 1)
+            and all(
+                p is not None and q is not None and p[0] == q[0] * b.size
+                for p, q in zip(walks[a.var], walks[b.var], strict=True)
+            )
+            and all(steps_over(x, a, b) for x in between)
+            and not any(ix.depends(i, a.var) or ix.depends(i, b.var) for i in values)
+        )
+
+    while pair := next((p for p in itertools.permutations(axes, 2) if joint(*p)), None):
+        a, b = pair
         merged = Axis(Var(b.var.name, a.size * b.size), a.reduced, a.serial)
         swap: dict[ix.Atom, Index] = {a.var: 0, b.var: ix.of(merged.var)}
         body = _substitute(body, swap)
-        axes[k : k + 2] = [merged]
+        axes = [merged if x is b else x for x in axes if x is not a]
         accesses = [ix.substitute(i, swap) for i in accesses]
-        k = max(k - 1, 0)
+        walks = {a.var: [ix.coefficient(i, a.var) for i in accesses] for a in axes}
     return _rename(body, axes)
 
 
@@ -257,26 +281,7 @@ def _substitute(body: list[Statement], swap: dict[ix.Atom, Index]) -> list[State
     def on_index(i: Index) -> Index:
         return ix.substitute(i, swap)
 
-    return _rewrite_body(body, lambda x: None, on_index)
-
-
-def _rewrite_body(body: list[Statement], leaf, on_index) -> list[Statement]:  # type: ignore[no-untyped-def]
-    """Every expression and store index rewritten; expressions shared between statements stay shared."""
-    roots = [s.value for s in body]
-    spots: list[int] = []
-    for k, s in enumerate(body):
-        if isinstance(s, Store) and isinstance(s.index, ix.Poly):
-            roots.append(Expr("index", (s.index,), torch.int64))
-            spots.append(k)
-    done = ex.rewrite(tuple(roots), leaf, on_index)
-    flats = {k: e.args[0] for k, e in zip(spots, done[len(body) :], strict=True)}
-    out: list[Statement] = []
-    for k, s in enumerate(body):
-        if isinstance(s, Store):
-            out.append(Store(s.buffer, flats.get(k, s.index), done[k], s.mode, s.unique, s.note))
-        else:
-            out.append(type(s)(s.refs, s.kind, done[k], s.note))
-    return out
+    return rewrite_body(body, lambda x: None, on_index)
 
 
 # -- the rest ----------------------------------------------------------------------------------------------
@@ -293,7 +298,7 @@ def _number_checks(body: list[Statement]) -> tuple[list[Statement], list[int]]:
             return Expr(x.op, (*x.args[:-1], numbers.index(x.args[-1])), x.dtype, x.note)
         return None
 
-    return _rewrite_body(body, leaf, lambda i: i), numbers
+    return rewrite_body(body, leaf, lambda i: i), numbers
 
 
 def _sizes(body: list[Statement], axes: list[Axis]) -> tuple[Var, ...]:

@@ -198,6 +198,20 @@ CASES: dict[str, Case] = {
     ),
     "rms_norm_bf16": Case(rms, (rand(7, 64, dtype=torch.bfloat16), rand(64, dtype=torch.bfloat16))),
     "group_norm": Case(lambda x, w, b: F.group_norm(x, 3, w, b), (rand(2, 6, 5, 7), rand(6), rand(6))),
+    # axes in parts, since quotients of them are read at
+    "group_norm_by_channels": Case(
+        lambda x, w, b: F.group_norm(x.permute(0, 3, 1, 2), 4, w, b).permute(0, 2, 3, 1).contiguous(),
+        (rand(2, 3, 5, 48), rand(48), rand(48)),
+    ),
+    "windows_as_rows": Case(
+        lambda x: x.permute(0, 3, 1, 2).unfold(2, 3, 1).unfold(3, 3, 1).permute(0, 2, 3, 1, 4, 5).flatten(3) * 2,
+        (rand(2, 6, 5, 24),),
+    ),
+    "divided_twice": Case(
+        lambda x, y: x * 2 + y.repeat_interleave(6) + y.repeat_interleave(2).repeat(3),
+        (rand(6 * 35), rand(35)),
+    ),
+    "divided_unevenly": Case(lambda x: x[torch.arange(50) // 3 % 5] * 2, (rand(5),)),
     "batch_norm": Case(
         lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (rand(4, 5, 6, 7), rand(5), rand(5))
     ),

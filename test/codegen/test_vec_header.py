@@ -40,6 +40,7 @@ STORAGE = "float double bf16 half int8_t uint8_t int16_t int32_t int64_t bool".s
 COMPUTE = "float double int32_t int64_t bool".split()
 NUMPY = {f"{t}_t": getattr(np, t) for t in ("int8", "uint8", "int16", "int32", "int64")}
 NUMPY |= {"float": np.float32, "double": np.float64, "bool": np.bool_, "bf16": np.uint16, "half": np.uint16}
+REPEATS = (2, 4, 8, 16)  # or as many as a vector has
 LOW = {"bf16": torch.bfloat16, "half": torch.float16}
 
 
@@ -55,6 +56,7 @@ def source() -> str:
     out += [f"UNARY({n}, {t}, {t})" for t in ("int32_t", "int64_t") for n in INT_UNARY]
     out += [f"BINARY({n}, {t}, {t})" for t in ("int32_t", "int64_t") for n in INT_BINARY]
     out += [f"MEMORY({t})" for t in STORAGE]
+    out += [f"REPEATED({t}, {times})" for t in STORAGE for times in REPEATS]
     out += [f"ADD({t})" for t in STORAGE if t != "bool"]
     out += [f"CAST({a}, {b})" for a in COMPUTE for b in COMPUTE]
     out += [f"WRAP({t})" for t in ("int8_t", "uint8_t", "int16_t")]
@@ -107,6 +109,14 @@ template <class F> DICP_INLINE void loop_one(int64_t n, F f) {
       store(out + n + i, gather(x, cast<vi32>(at), lanes, k), lanes);                            \
       scatter(out + 2 * n, at, load(x + i, lanes), lanes);                                       \
       scatter(out + 3 * n, cast<vi32>(at), load(x + i, lanes), lanes, k);                        \
+    });                                                                                          \
+  }
+#define REPEATED(T, most)                                                                        \
+  extern "C" void repeated_##T##_##most(const T* x, const bool* m, T* out, int64_t n) {          \
+    constexpr int times = most < LANES ? most : LANES;                                           \
+    loop(n, [&](int64_t i, auto lanes) {                                                         \
+      store(out + i, load_repeated<times>(x + i / times, lanes), lanes);                         \
+      store(out + n + i, load_repeated<times>(x + i / times, lanes, load(m + i, lanes)), lanes); \
     });                                                                                          \
   }
 #define ADD(T)                                                                                   \
@@ -471,6 +481,18 @@ def test_tail_lanes_read_zero(lib: ctypes.CDLL, lanes: int, t: str) -> None:
         assert vector[:n].all() and not vector[n:].any()
 
 
+@pytest.mark.parametrize("times", REPEATS)
+@pytest.mark.parametrize("t", STORAGE)
+def test_elements_are_repeated(lib: ctypes.CDLL, lanes: int, t: str, times: int) -> None:
+    for n in range(1, 3 * lanes + 2):
+        x = storage(t, n)
+        mask = np.random.default_rng(n).random(n) < 0.6
+        out = np.ones((2, n), x.dtype)
+        run(lib, f"repeated_{t}_{times}", x, mask, out, n)
+        want = np.repeat(x, min(times, lanes))[:n]
+        assert (out[0] == want).all() and (out[1] == np.where(mask, want, 0)).all()
+
+
 @pytest.mark.parametrize("t", STORAGE)
 def test_no_access_past_the_end(lib: ctypes.CDLL, lanes: int, t: str) -> None:
     """Arrays that end where an unreadable page begins: a child process survives every tail and mask."""
@@ -495,6 +517,9 @@ def test_no_access_past_the_end(lib: ctypes.CDLL, lanes: int, t: str) -> None:
             run(lib, f"masked_store_{t}", wide, exists, end, 2 * lanes)
             run(lib, f"strided_{t}", end, 1, every, np.zeros(4 * n * size, np.uint8), n)
             run(lib, f"permute_{t}", end, np.arange(n), every, out, n)
+            for times in (min(r, lanes) for r in REPEATS):
+                many = np.ones(n * times, np.bool_)
+                run(lib, f"repeated_{t}_{times}", end, many, np.zeros(2 * n * times * size, np.uint8), n * times)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, "a kernel touched memory past the end"
     libc.munmap(ctypes.c_void_p(base), ctypes.c_size_t(2 * page))

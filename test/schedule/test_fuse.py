@@ -92,6 +92,33 @@ kernel add(arg0_1: f32, t0: f32*)
 """,
         )
 
+    def test_axes_are_merged_across_one_that_steps_over_them(self) -> None:
+        """A weight times a scale of its rows: the scale lies along rows, and what is in a row is one axis."""
+        self.assertExpectedInline(
+            text(compiled(lambda w, s: w * s[:, None, None], (8, 3, 5), (8,))),
+            """\
+kernel mul(arg1_1: f32, arg0_1: f32, t0: f32*)
+  for i0 < 8, i1 < 15
+  v0: f32 = arg1_1[15*i0 + i1]
+  v1: f32 = arg0_1[i0]
+  v2: f32 = mul(v0, v1)
+  t0[15*i0 + i1] = v2
+""",
+        )
+
+    def test_axes_are_not_merged_across_one_that_steps_inside_them(self) -> None:
+        """Three planes that become channels: a row of pixels stays in a cache for all three."""
+        self.assertExpectedInline(
+            text(compiled(lambda x: (x + 1).contiguous(memory_format=torch.channels_last), (1, 3, 6, 8))),
+            """\
+kernel clone(arg0_1: f32, t0: f32*)
+  for i0 < 6, i1 < 3, i2 < 8
+  v0: f32 = arg0_1[8*i0 + 48*i1 + i2]
+  v1: f32 = add(v0, 1.0:f32)
+  t0[24*i0 + i1 + 3*i2] = v1
+""",
+        )
+
 
 # -- one kernel --------------------------------------------------------------------------------------------
 

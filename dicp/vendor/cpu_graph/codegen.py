@@ -16,6 +16,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
+from dicp.vendor.cpu_graph.divided import split_divided
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
 from dicp.vendor.cpu_graph.loops import (
     around,
@@ -34,7 +35,7 @@ MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
 
 def emit(kernel: Kernel, name: str, lanes: int) -> str:
     """One C++ function `name(buffers.., sizes.., [err])` for a kernel."""
-    return _KernelWriter(canonical_with_notes(kernel), name, lanes).function()
+    return _KernelWriter(canonical_with_notes(split_divided(kernel, lanes)), name, lanes).function()
 
 
 def canonical_with_notes(kernel: Kernel) -> Kernel:

@@ -167,9 +167,40 @@ DICP_INLINE vec<T> load_strided(const T* p, int64_t stride, N lanes, M... m) {
 template <int times> struct Repeated {
   DICP_INLINE int64_t operator[](int i) const { return i / times; }
 };
+// Spelt out as a load and a shuffle: GCC would put the register together in memory, and wait for its own stores.
+#if defined(__clang__) || __GNUC__ >= 12
+template <class T, int n, int all> DICP_INLINE isa::reg<T, all> tiled(isa::reg<T, n> few) {  // again and again
+  if constexpr (n == all) return few;
+  else return tiled<T, 2 * n, all>(isa::join<T, 2 * n>(few, few));
+}
+template <int times, int first, class R, int... i> DICP_INLINE auto repeat(R r, isa::Seq<i...>) {
+  return __builtin_shufflevector(r, r, ((i + first) / times)...);
+}
+template <int times, class T> DICP_INLINE vec<T> repeated_full(const T* p) {
+  constexpr int count = LANES / times, bytes = count * sizeof(T), all = sizeof(T) == 8 ? LANES / 2 : LANES;
+  isa::reg<raw<T>, all> some;
+  if constexpr (bytes <= 8) {
+    using Bits = choose<bytes == 8, uint64_t, choose<bytes == 4, uint32_t, uint16_t>>;
+    Bits bits;
+    __builtin_memcpy(&bits, p, bytes);
+    some = (isa::reg<raw<T>, all>)(isa::reg<Bits, all * sizeof(T) / bytes>{} + bits);
+  } else {
+    isa::reg<raw<T>, count> few;
+    __builtin_memcpy(&few, p, bytes);
+    some = tiled<raw<T>, count, all>(few);
+  }
+  if constexpr (sizeof(T) == 8) return {repeat<times, 0>(some, isa::seq<all>()), repeat<times, all>(some, isa::seq<all>())};
+  else return decode<T>(repeat<times, 0>(some, isa::seq<>()));
+}
+#else
+template <int times, class T> DICP_INLINE vec<T> repeated_full(const T* p) {
+  return gather(p, Repeated<times>(), Full());
+}
+#endif
 template <int times, class T, class N, class... M>
 DICP_INLINE vec<T> load_repeated(const T* p, N lanes, M... m) {
-  return gather(p, Repeated<times>(), lanes, m...);
+  if constexpr (same<N, Full> && sizeof...(M) == 0 && times < LANES) return repeated_full<times>(p);
+  else return gather(p, Repeated<times>(), lanes, m...);
 }
 
 // Elements of LANES rows, `stride` apart, whose columns can be loaded as vectors. Rows beyond `lanes` and columns beyond

@@ -1,0 +1,107 @@
+"""Axes whose quotients and remainders are read at, as axes of their own.
+
+    i0 < 384, read at i0 // 12 and i0      ->      i0 < 32, i1 < 12, read at i0 and 12 * i0 + i1
+
+Channels of a group norm are such, and windows that are laid out as rows of a product. A vector along the axis
+would gather its elements one by one; along one of its parts they lie side by side, or are one.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+
+from dicp.ir import expr as ex
+from dicp.ir import index as ix
+from dicp.ir.index import Index, Var
+from dicp.ir.kernel import Axis, Kernel, accessed, rewrite_body
+from dicp.vendor.cpu_graph.loops import choose_shape
+from dicp.vendor.cpu_graph.walks import repeats_of, step_of
+
+
+def split_divided(kernel: Kernel, lanes: int) -> Kernel:
+    """The kernel, with the axis of its vectors in parts where an element takes fewer operations then."""
+    axis = choose_shape(kernel, lanes).vector
+    if axis is None or axis.reduced or axis.serial or not isinstance(axis.size, int):
+        return kernel
+    positions = [i for i in accessed(kernel.body) if not _read(i)]
+    divided = [i for i in positions if _walk(i, axis, lanes) == _Walk.DIVIDED]
+    lengths = _lengths(divided, axis.var, axis.size)
+    if len(lengths) < 2:
+        return kernel
+    split = _with_axes(kernel, axis, lengths)
+    along = choose_shape(split, lanes).vector
+    assert along is not None
+    return split if _operations(split, along, lanes) < _operations(kernel, axis, lanes) else kernel
+
+
+class _Walk(enum.Enum):
+    """How a vector reaches a position: at once, element by element, and that after a division."""
+
+    TOGETHER = 0
+    APART = 1
+    DIVIDED = 2
+
+
+def _walk(i: Index, axis: Axis, lanes: int) -> _Walk:
+    step = step_of(i, axis.var, lanes)
+    if step in (0, 1) or repeats_of(i, axis.var, lanes) is not None:
+        return _Walk.TOGETHER
+    return _Walk.DIVIDED if step is None else _Walk.APART
+
+
+def _operations(kernel: Kernel, axis: Axis, lanes: int) -> float:
+    """Of an element, with vectors along the axis: its share of a vector's, and its own."""
+    together = sum(ex.cost(s.value) for s in kernel.body)
+    filled = min(lanes, axis.size) if isinstance(axis.size, int) else lanes
+    own = [_walk(i, axis, lanes).value for i in accessed(kernel.body) if not _read(i)]
+    return (together + own.count(0)) / filled + sum(own)
+
+
+def _read(i: Index) -> bool:
+    """Whether something in it is read from memory."""
+    return any(isinstance(a, ix.Opaque) for a in ix.atoms(i))
+
+
+def _lengths(indices: Iterable[Index], var: Var, size: int) -> list[int]:
+    """Lengths, outermost first, of the parts of an axis of which these name quotients and remainders; one
+    where it has no such parts."""
+    bounds = {1, size}
+    for a in dict.fromkeys(a for i in indices for a in ix.atoms(i)):
+        if not isinstance(a, (ix.Div, ix.Mod)) or not ix.depends(ix.of(a), var):
+            continue
+        unit = _unit(a.num, var)
+        if unit is None or not isinstance(a.den, int):
+            return [size]
+        bounds |= {unit, unit * a.den}
+    ordered = sorted(bounds)
+    pairs = list(itertools.pairwise(ordered))
+    if any(large % small for small, large in pairs):
+        return [size]
+    return [large // small for small, large in reversed(pairs)]
+
+
+def _unit(i: Index, var: Var) -> int | None:
+    """d where it is var // d, or of its remainder by something."""
+    if not isinstance(i, ix.Poly) or not i.is_atom:
+        return None
+    (atom,) = i.terms[0][0]
+    if atom == var:
+        return 1
+    if not isinstance(atom, (ix.Div, ix.Mod)) or not isinstance(atom.den, int):
+        return None
+    unit = _unit(atom.num, var)
+    return unit if unit is None or isinstance(atom, ix.Mod) else unit * atom.den
+
+
+def _with_axes(kernel: Kernel, axis: Axis, lengths: list[int]) -> Kernel:
+    parts = [Axis(Var(f"{axis.var.name}_{k}", n)) for k, n in enumerate(lengths)]
+    whole = ix.linearize([ix.of(p.var) for p in parts], lengths)
+    body = rewrite_body(kernel.body, lambda x: None, lambda i: ix.substitute(i, {axis.var: whole}))
+    at = kernel.axes.index(axis)
+    return replace(kernel, axes=(*kernel.axes[:at], *parts, *kernel.axes[at + 1 :]), body=tuple(body))
+
+
+__all__ = ["split_divided"]
