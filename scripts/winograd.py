@@ -1,11 +1,11 @@
-"""3x3 convolutions by oneDNN and by Winograd's algorithm (dicp_winograd.h), channels-last, float32: GF/s of
-the sum as written, so that fewer multiplications show as more than the processor has. claims/winograd.py
-decides by this table.
+"""3x3 convolutions by oneDNN and by Winograd's algorithm (dicp_winograd.h), channels-last: GF/s of the sum
+as written, so that fewer multiplications show as more than the processor has. claims/winograd.py decides by
+this table.
 
-    python scripts/winograd.py [--only resnet50,unet] [--seconds 0.5]
+    python scripts/winograd.py [--only resnet50,unet] [--dtype bf16] [--seconds 0.5]
 
-free: weights are reordered or transformed at each call; constant: once, before. With --gradients those of the
-input and of the weight.
+Weights are reordered or transformed at each call; constant: by oneDNN, once, before. With --gradients those
+of the input and, in float32, of the weight.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ SHAPES: dict[str, list[tuple[int, int, int, int]]] = {  # batch, channels, resul
     "unet": [(1, 128, 128, 64), (1, 384, 128, 64), (1, 256, 256, 32), (1, 768, 256, 32), (1, 512, 512, 16),
              (1, 1024, 512, 16)],
     "vgg": [(1, 64, 64, 224), (1, 64, 128, 112), (1, 256, 256, 56), (1, 512, 512, 28), (1, 512, 512, 14)],
+    "few": [(1, 64, 64, 4), (1, 256, 256, 4), (1, 32, 32, 8), (1, 128, 128, 8), (1, 16, 16, 8),
+            (1, 512, 512, 4)],
     "small": [(1, 16, 16, 56), (1, 16, 64, 56), (1, 64, 16, 56), (1, 32, 32, 28), (1, 32, 32, 112),
               (1, 64, 64, 8), (1, 64, 64, 14), (1, 128, 128, 7), (1, 128, 128, 14), (1, 256, 256, 7),
               (4, 256, 256, 7), (8, 512, 512, 7)],
@@ -37,12 +39,13 @@ PAD = ([1, 1], [1, 1], [1, 1])
 Call = Callable[..., None]
 
 
-def templates() -> tuple[Call, Call]:
-    """convolve(x, weight, transformed weight or None, y, flipped), gradient(x, grad, dw)"""
-    library = build([Unit("winograd", winograd.UNIT), Unit("gradient", winograd.WINDOW_UNIT)], Config.make())
+def templates(dtype: torch.dtype) -> tuple[Call, Call]:
+    """convolve(x, weight, y, flipped), gradient(x, grad, dw)"""
+    name, _, source = winograd.unit(dtype, dtype, "none")
+    library = build([Unit("winograd", source), Unit("gradient", winograd.WINDOW_UNIT)], Config.make())
     pointer = ctypes.c_void_p
     place = (pointer, ctypes.c_int64, ctypes.c_int64)
-    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 7, ctypes.c_bool, *place, pointer)
+    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 6, ctypes.c_bool, *place, pointer)
     by = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 4, *place, pointer)
     threads = torch.get_num_threads()
     space = torch.empty(32 << 20, dtype=torch.uint8)
@@ -50,7 +53,7 @@ def templates() -> tuple[Call, Call]:
     def room() -> tuple[int, int, int]:
         return space.data_ptr(), space.numel(), threads
 
-    forward, backward = of(library.address("winograd_conv")), by(library.address("winograd_gradient"))
+    forward, backward = of(library.address(name)), by(library.address("winograd_gradient"))
     finite = ctypes.c_bool(True)
 
     def numbers(x: Tensor, y: Tensor, strides: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
@@ -58,10 +61,9 @@ def templates() -> tuple[Call, Call]:
         found = [*x.shape, *y.shape[1:], 1, 1, *pitches, 0, 0, 0, *strides]
         return (ctypes.c_int64 * len(found))(*found)
 
-    def convolve(x: Tensor, weight: Tensor, made: Tensor | None, y: Tensor, flipped: bool = False) -> None:
-        turned = weight.transpose(0, 1) if flipped else weight
-        sizes, u = numbers(x, y, turned.stride()), None if made is None else made.data_ptr()
-        given = (x.data_ptr(), weight.data_ptr(), u, None, None, y.data_ptr(), ctypes.addressof(sizes))
+    def convolve(x: Tensor, weight: Tensor, y: Tensor, flipped: bool = False) -> None:
+        sizes = numbers(x, y, (weight.transpose(0, 1) if flipped else weight).stride())
+        given = (x.data_ptr(), weight.data_ptr(), None, None, y.data_ptr(), ctypes.addressof(sizes))
         code = forward(*given, flipped, *room(), ctypes.addressof(finite))
         assert code == 0 and finite.value
 
@@ -87,46 +89,48 @@ def best(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, fl
     return found
 
 
-def of_results(shape: tuple[int, int, int, int], convolve: Call) -> dict[str, Callable[[], object]]:
+def of_results(
+    shape: tuple[int, int, int, int], convolve: Call, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
     batch, channels, results, size = shape
-    x, y = image(batch, channels, size), image(batch, results, size)
-    weight = torch.randn(results, channels, 3, 3)
+    x, y = image(batch, channels, size, dtype), image(batch, results, size, dtype)
+    weight = torch.randn(results, channels, 3, 3, dtype=dtype)
     packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *PAD, 1, list(x.shape))
-    made = winograd.transformed(weight)
 
     def library(weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._convolution_pointwise(x, weight, None, *PAD, 1, "none", [], None)
 
     return {
-        "free": lambda: library(weight),
-        "free, Winograd": lambda: convolve(x, weight, None, y),
-        "constant": lambda: library(packed),
-        "constant, Winograd": lambda: convolve(x, weight, made, y),
+        "oneDNN": lambda: library(weight),
+        "oneDNN, constant": lambda: library(packed),
+        "Winograd": lambda: convolve(x, weight, y),
     }
 
 
 def of_gradients(
-    shape: tuple[int, int, int, int], convolve: Call, gradient: Call
+    shape: tuple[int, int, int, int], convolve: Call, gradient: Call, dtype: torch.dtype
 ) -> dict[str, Callable[[], object]]:
     batch, channels, results, size = shape
-    x, grad, dx = image(batch, channels, size), image(batch, results, size), image(batch, channels, size)
-    weight = torch.randn(results, channels, 3, 3)
+    x, grad = image(batch, channels, size, dtype), image(batch, results, size, dtype)
+    dx, weight = image(batch, channels, size, dtype), torch.randn(results, channels, 3, 3, dtype=dtype)
     last = weight.contiguous(memory_format=torch.channels_last)  # which the library would do, more slowly
 
     def library(*mask: bool) -> object:
         how = (None, *PAD, False, [0, 0], 1, mask)
         return torch.ops.aten.convolution_backward(grad, x, last, *how)
 
-    return {
-        "of input": lambda: library(True, False, False),
-        "of input, Winograd": lambda: convolve(grad, weight, None, dx, True),
-        "of weight": lambda: library(False, True, False),
-        "of weight, Winograd": lambda: gradient(x, grad, weight),
+    found: dict[str, Callable[[], object]] = {
+        "input: oneDNN": lambda: library(True, False, False),
+        "input: Winograd": lambda: convolve(grad, weight, dx, True),
     }
+    if dtype == torch.float32:
+        found["weight: oneDNN"] = lambda: library(False, True, False)
+        found["weight: Winograd"] = lambda: gradient(x, grad, weight)
+    return found
 
 
-def image(batch: int, channels: int, size: int) -> Tensor:
-    return torch.randn(batch, channels, size, size).contiguous(memory_format=torch.channels_last)
+def image(batch: int, channels: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(batch, channels, size, size, dtype=dtype).contiguous(memory_format=torch.channels_last)
 
 
 def main() -> None:
@@ -136,22 +140,25 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SHAPES))
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--gradients", action="store_true")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args()
-    convolve, gradient = templates()
-    kinds = ("of input", "of weight") if args.gradients else ("free", "constant")
-    print(f"{'':37}" + "".join(f" {kind:>29}" for kind in kinds))
-    print(f"{'batch, channels, results, size':37}" + f" {'oneDNN':>9} {'Winograd':>9} {'ratio':>9}" * 2)
+    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+    convolve, gradient = templates(dtype)
+    headed = False
     for name in args.only.split(","):
         for shape in SHAPES[name]:
             batch, channels, results, size = shape
-            calls = of_gradients(shape, convolve, gradient) if args.gradients else of_results(shape, convolve)
+            if args.gradients:
+                calls = of_gradients(shape, convolve, gradient, dtype)
+            else:
+                calls = of_results(shape, convolve, dtype)
+            if not headed:
+                print(f"{'':10} batch, channels, results, size" + "".join(f" {call:>16}" for call in calls))
+                headed = True
             found = best(calls, args.seconds)
             operations = 18e-9 * batch * channels * results * size * size
-            line = f"{name:10} {batch:3} {channels:6} {results:6} {size:6}   "
-            for kind in kinds:
-                theirs, ours = found[kind], found[f"{kind}, Winograd"]
-                line += f" {operations / theirs:9.0f} {operations / ours:9.0f} {theirs / ours:9.2f}"
-            print(line, flush=True)
+            line = f"{name:10} {batch:5} {channels:9} {results:8} {size:5} "
+            print(line + "".join(f" {operations / found[call]:16.0f}" for call in calls), flush=True)
 
 
 if __name__ == "__main__":

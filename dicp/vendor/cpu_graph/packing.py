@@ -1,5 +1,5 @@
 """Weights in the forms that calls compute with, made once: oneDNN's own formats, opaque tensors which its
-calls take by handle, and weights transformed for Winograd's algorithm.
+calls take by handle.
 
 A form is the text of a tuple, as `packs` gives it and programs keep it.
 """
@@ -16,8 +16,8 @@ import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.vendor.cpu_graph.claims import winograd
-from dicp.vendor.cpu_graph.claims.common import onednn_has
-from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn, prefers_tiles, reads_weights
+from dicp.vendor.cpu_graph.claims.common import argument, onednn_has
+from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn, prefers_tiles, reads_weights
 
 FEW_ROWS = 16
 """Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
@@ -39,20 +39,6 @@ class Packed:
     def data_ptr(self) -> int:
         """The handle: the program passes on what it gets as an address."""
         return self._handle
-
-
-class Transformed(Packed):
-    """Transformed weights, and the weight itself for the library's convolution: two words, the address of the
-    one and a handle on the other."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(weight)
-        self.made = winograd.transformed(weight)
-        self.words = torch.tensor([self.made.data_ptr(), self._handle], dtype=torch.int64)
-
-    def data_ptr(self) -> int:
-        """The address of the words."""
-        return self.words.data_ptr()
 
 
 class Window(Packed):
@@ -81,12 +67,21 @@ def packs(node: fx.Node) -> str | None:
         return None if as_it_is else repr(("linear", rows))
     if w.dim() != 4:
         return None
-    window = winograd.window_of(node)
-    if window is not None and winograd.pays(window):
-        return winograd.FORM
+    if winograd.is_ahead(node) or _is_sum_of_product(node):
+        return None
     stride, padding, dilation, groups = node.args[4:8]
     sizes = [size_hint(n) for n in x.shape]
     return repr(("conv", _pair(padding), _pair(stride), _pair(dilation), groups, sizes))
+
+
+def _is_sum_of_product(node: fx.Node) -> bool:
+    """Whether tiles are ahead of a dicp::conv that is a product and a sum: oneDNN takes 1.06 to 1.5 times as
+    long for UNet's skips (384 channels to 128 at 64x64, 1024 to 512 at 16x16; two Zen 5 cores)."""
+    w, other, stride, padding, groups = (node.args[k] for k in (1, 3, 4, 5, 7))
+    val = w.meta["val"]  # type: ignore[union-attr]
+    plain = other is not None and argument(node, 8, "act", "none") == "none"
+    pointwise = tuple(val.shape[2:]) == (1, 1) and {*stride} == {1} and {*padding} == {0} and groups == 1  # type: ignore[misc]
+    return plain and pointwise and val.dtype == torch.float32 and cpu_maker() == "amd"
 
 
 def _result_is_large(node: fx.Node) -> bool:
@@ -103,9 +98,7 @@ def pack(weight: torch.Tensor, form: str) -> Packed:
     kind, *how = ast.literal_eval(form)
     if kind == "linear":
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), *how))
-    if form == winograd.FORM:
-        return Transformed(weight.detach().contiguous())
     return Window(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how), weight.detach())
 
 
-__all__ = ["Packed", "Transformed", "pack", "packs"]
+__all__ = ["Packed", "pack", "packs"]

@@ -162,9 +162,8 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
 
     claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare, over=OTHER)
     found = _in_both_layouts(claim, node, config, (0, 1, 3))
-    form = node.args[1].meta.get(PACKED)  # type: ignore[union-attr]
-    if form is not None:
-        return [winograd.forward()] if form == winograd.FORM else found
+    if PACKED in node.args[1].meta:  # type: ignore[union-attr]
+        return found
     return _with_winograd(winograd.forward(), found, node, config)
 
 
@@ -195,10 +194,9 @@ def _pointwise(w: Any, c: Call, act: str) -> None:
 
 def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
     """The claims that can serve a node, the likely fastest first."""
-    window = winograd.window_of(node)
-    if config.numerics == "eager" or window is None:
+    if config.numerics == "eager" or winograd.window_of(node) is None:
         return library
-    ahead = order_in_memory(node.args[0]) == CHANNELS_LAST and winograd.pays(window)
+    ahead = order_in_memory(node.args[0]) == CHANNELS_LAST and winograd.is_ahead(node)
     return [own, *library] if ahead else [*library, own]
 
 
@@ -215,8 +213,7 @@ def splits_gradients(node: fx.Node) -> bool:
     """Whether the gradients of a convolution are better calls of their own."""
     if order_in_memory(node.args[0]) != CHANNELS_LAST:
         return False
-    window = winograd.window_of(node)
-    return window is not None and winograd.pays(window) or depthwise.is_ahead(node)
+    return winograd.is_ahead(node) or depthwise.is_ahead(node)
 
 
 def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:

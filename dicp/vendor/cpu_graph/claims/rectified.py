@@ -16,7 +16,6 @@ import torch.fx as fx
 
 from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
-from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.expression import STORAGE
 
@@ -39,14 +38,11 @@ extern "C" __attribute__((visibility("default"))) int32_t {name}_{word}({paramet
 
 def serves(node: fx.Node) -> bool:
     """Whether a dicp::conv with one of TOPS is made so: of images, by weights that are constant, which are
-    packed. Winograd's convolutions, where they pay, have a kernel behind them."""
+    packed."""
     w, other, act, val = node.args[1], node.args[3], node.args[8], node.meta["val"]
     if act not in TOPS or (other is not None and act != "relu"):  # oneDNN's sums know no other
         return False
-    if val.dim() != 4 or not onednn_has(val.dtype) or not is_constant(w):  # type: ignore[arg-type]
-        return False
-    window = winograd.window_of(node, activated=True)
-    return window is None or not winograd.pays(window)
+    return val.dim() == 4 and onednn_has(val.dtype) and is_constant(w)  # type: ignore[arg-type]
 
 
 def emit(w: Any, c: Call, act: str, convolve: Callable[[str], None]) -> None:
@@ -123,9 +119,13 @@ def _largest(w: Any, v: View, into: str) -> None:
 def _rectify(w: Any, c: Call, act: str) -> None:
     out = c.outputs[0]
     assert out is not None
-    y = View(out, out.shape, out.strides)
-    name = _function(w, y, "rectify", "{word}* y, int64_t n, float top", "y, n, top")
     data = w.pointer_to(c.args[3]) if w.is_over(c) else f"{out.name}_t.data<{STORAGE[out.dtype]}>()"
+    rectify(w, View(out, out.shape, out.strides), data, act)
+
+
+def rectify(w: Any, y: View, data: str, act: str) -> None:
+    """One of TOPS in place, of a window on memory that begins at `data`."""
+    name = _function(w, y, "rectify", "{word}* y, int64_t n, float top", "y, n, top")
     w.lines.append(f"{name}({data}, {w.text(y.span)}, {TOPS[act]});")
 
 
@@ -136,4 +136,4 @@ def _function(w: Any, v: View, name: str, parameters: str, arguments: str) -> st
     return str(w.template(f"{name}_{word}", parameters, unit))
 
 
-__all__ = ["TOPS", "emit", "serves"]
+__all__ = ["TOPS", "emit", "rectify", "serves"]

@@ -1,4 +1,4 @@
-"""3x3 convolutions of float32 by fewer multiplications (include/dicp_winograd.h, dicp_winograd_grad.h)."""
+"""3x3 convolutions by fewer multiplications (include/dicp_winograd.h, dicp_winograd_grad.h)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import SPACE, argument, aten, space
+from dicp.vendor.cpu_graph.claims import rectified
+from dicp.vendor.cpu_graph.claims.common import SPACE, argument, aten, onednn_has, space
 from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
+from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
-FORM = repr(("winograd",))
-"""Of packed weights."""
-BLOCK = 64
-"""Results whose transformed weights lie together: RESULT_BLOCK of the header."""
+BLOCK, GAP, FEW_RESULTS = 64, 16, 32
+CHUNK = {torch.float32: 256, torch.bfloat16: 128}
+FEW_TILES_OF_A_CALL = {torch.float32: 288, torch.bfloat16: 128}
+"""The header's constants that its workspace depends on: TILE_BLOCK and RESULT_BLOCK, GAP, FEW_RESULTS,
+CHUNK and FEW_TILES."""
+TILE = {torch.float32: 2, torch.bfloat16: 4}
+"""Rows and columns of results that are one tile, N of the header: as many as do not show in results of a
+dtype."""
+ACTIVATIONS = ("none", "relu", "relu6")
 
-FEW_CHANNELS, FEW_TILES = 16, 32
-"""Under which oneDNN's convolution is as fast. scripts/winograd.py, two Zen 4 cores: 16 channels and results
-are 1.4 to 1.6 times as fast by this algorithm, 512 in 32 tiles (two images of 7x7) 1.1 to 2 times."""
+FEW_CHANNELS, FEW_TILES = 16, 4
+FEW_TILES_OF_CONSTANT = {torch.float32: 32, torch.bfloat16: 16}
+FILLED = {torch.float32: 0.0, torch.bfloat16: 0.8}
+"""Under which oneDNN's convolution is as fast, or its convolution by constant weights: channels, tiles, the
+part of the tiles that is results (docs/tuning.md has the table)."""
 
 SPARED = 0.4
 """Part of oneDNN's time that it spares at the least where it pays."""
@@ -32,17 +42,26 @@ BYTE_OPERATIONS = 7.0
 """Operations of a convolution in the time that the layout pass counts for moving one byte."""
 
 _PARAMETERS = (
-    "const float* x, const float* w, const float* u, const float* bias, const float* other, float* y, "
+    "const {x}* x, const {x}* w, const {bias}* bias, const {x}* other, {x}* y, "
     f"const int64_t* sizes, bool flipped, {SPACE}, bool* finite"
 )
-UNIT = f"""\
+_UNIT = """\
 #include "dicp_winograd.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t winograd_conv({_PARAMETERS}) {{
-  return winograd(x, w, u, bias, other, y, sizes, flipped, {{space, bytes, threads}}, finite);
+extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+  return winograd<{tile}, {act}>(x, w, bias, other, y, sizes, flipped, {{space, bytes, threads}}, finite);
 }}
 """
+
+
+def unit(dtype: torch.dtype, bias: torch.dtype, act: str) -> tuple[str, str, str]:
+    """Name, parameters and source of the function for images of a dtype."""
+    words = {"x": STORAGE[dtype], "bias": STORAGE[bias]}
+    name = f"winograd_{'_'.join(dict.fromkeys(words.values()))}_{act}"
+    parameters = _PARAMETERS.format(**words)
+    source = _UNIT.format(name=name, parameters=parameters, tile=TILE[dtype], act=act.upper())
+    return name, parameters, source
 
 
 _WINDOW_PARAMETERS = (
@@ -64,37 +83,37 @@ class Window:
     window turned by 180 degrees."""
 
     image: fx.Node
-    weight: torch.Tensor
+    weight: fx.Node
     sizes: tuple[int, int, int, int]
     """batch, rows and columns of the result, as seen while tracing, and its channels"""
 
     @property
-    def channels(self) -> int:
-        return int(self.weight.numel()) // (9 * self.sizes[3])
+    def dtype(self) -> torch.dtype:
+        return self.weight.meta["val"].dtype  # type: ignore[no-any-return]
 
     @property
-    def tiles(self) -> int:
-        batch, rows, columns, _ = self.sizes
-        return batch * _tiles(rows, columns)
+    def channels(self) -> int:
+        return int(self.weight.meta["val"].numel()) // (9 * self.sizes[3])
 
 
-def window_of(node: fx.Node, activated: bool = False) -> Window | None:
-    """What the template computes of this node: float32 images, a 3x3 window, stride 1, no activation.
-    activated: or of one like it with an activation."""
+def window_of(node: fx.Node) -> Window | None:
+    """What the templates compute of this node: images of a dtype of TILE, a 3x3 window, stride 1; the
+    gradient of the window in float32 only."""
     a: Any = node.args
     if node.target is torch.ops.dicp.conv.default:
         image, weight, result, how = a[0], a[1], node.meta["val"], (*a[4:7], a[7])
-        plain = activated or argument(node, 8, "act", "none") == "none"
+        plain = argument(node, 8, "act", "none") in ACTIVATIONS
     elif node.target is aten.convolution_backward.default:
         image, weight, result, how = a[0], a[2], a[1].meta["val"], (*a[4:7], a[9])
-        plain = not a[7]
+        of_weight = [bool(m) for m in a[10]] == [False, True, False]
+        plain = not a[7] and not (of_weight and weight.meta["val"].dtype != torch.float32)
     else:
         return None
     val = weight.meta["val"]
     fits = (
         plain
-        and available(torch.float32)
-        and all(v.dtype == torch.float32 for v in (image.meta["val"], val, result))
+        and serves(val.dtype)
+        and all(v.dtype == val.dtype for v in (image.meta["val"], result))
         and val.dim() == 4
         and tuple(val.shape[2:]) == (3, 3)
         and all(isinstance(n, int) for n in val.shape)
@@ -104,24 +123,46 @@ def window_of(node: fx.Node, activated: bool = False) -> Window | None:
     if not fits:
         return None
     batch, channels, rows, columns = (size_hint(n) for n in result.shape)
-    return Window(image, val, (batch, rows, columns, channels))
+    return Window(image, weight, (batch, rows, columns, channels))
+
+
+def serves(dtype: torch.dtype) -> bool:
+    """Images of a dtype, but where the library lacks it: there they are float32's (passes/widen.py)."""
+    return dtype in TILE and available(torch.float32) and onednn_has(dtype)
+
+
+def is_ahead(node: fx.Node) -> bool:
+    """Whether the template computes this node, and pays."""
+    window = window_of(node)
+    return window is not None and pays(window)
 
 
 def pays(window: Window) -> bool:
     """Whether it is ahead of oneDNN's convolution, and of its gradients."""
-    return min(window.channels, window.sizes[3]) >= FEW_CHANNELS and window.tiles >= FEW_TILES
+    *positions, results = window.sizes
+    return _pays(window.dtype, (window.channels, results), positions, is_constant(window.weight))
 
 
 def pays_for(conv: Any) -> bool:
-    """The same of a dicp.passes.conv_matmul.Convolution."""
+    """The same of a dicp.passes.conv_matmul.Convolution, whose weight may be any."""
     fits = conv.window == (3, 3) and conv.stride == (1, 1) and all(0 <= p <= 2 for p in conv.padding)
-    rows, columns = conv.size
-    tiles = conv.positions // (rows * columns) * _tiles(rows, columns)
-    return available(torch.float32) and fits and min(conv.channels) >= FEW_CHANNELS and tiles >= FEW_TILES
+    positions = (conv.positions // math.prod(conv.size), *conv.size)
+    return fits and serves(conv.dtype) and _pays(conv.dtype, conv.channels, positions, False)
 
 
-def _tiles(rows: int, columns: int) -> int:
-    return ((rows + 1) // 2) * ((columns + 1) // 2)
+def _pays(dtype: torch.dtype, channels: tuple[int, int], positions: Sequence[int], constant: bool) -> bool:
+    """constant: oneDNN has the weight in the order it wants, into which it brings others at each call."""
+    side, count = TILE[dtype], tiles(dtype, positions)
+    filled = math.prod(positions) / (count * side * side)
+    needed, full = (FEW_TILES_OF_CONSTANT[dtype], FILLED[dtype]) if constant else (FEW_TILES, 0.0)
+    return min(channels) >= FEW_CHANNELS and count >= needed and filled >= full
+
+
+def tiles(dtype: torch.dtype, positions: Sequence[int]) -> int:
+    """Of batch, rows and columns."""
+    batch, rows, columns = positions
+    side = TILE[dtype]
+    return batch * -(-rows // side) * -(-columns // side)
 
 
 def gain(node: fx.Node) -> float:
@@ -133,12 +174,11 @@ def gain(node: fx.Node) -> float:
 
 
 def forward() -> Claim:
-    """y = conv(x, w) + bias + other"""
+    """y = act(conv(x, w) + bias + other)"""
 
     def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
         results, channels = args[1].shape[:2]
-        made = args[1].buffer.kind == "packed"
-        return convolution_bytes(channels, results, _tile_block(node), threads(lowering), made)
+        return convolution_bytes(node.meta["val"], channels, results, threads(lowering))
 
     return Claim(
         "conv: Winograd",
@@ -155,7 +195,7 @@ def input_gradient() -> Claim:
 
     def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
         results, channels = args[2].shape[:2]
-        return convolution_bytes(results, channels, _tile_block(node), threads(lowering), False)
+        return convolution_bytes(node.meta["val"][0], results, channels, threads(lowering))
 
     return Claim(
         "convolution_backward: Winograd",
@@ -187,21 +227,44 @@ def weight_gradient() -> Claim:
     )
 
 
-def _tile_block(node: fx.Node) -> int:
-    """The tiles of a block at the most."""
-    val = node.meta["val"]
-    batch, _, rows, columns = (val[0] if isinstance(val, (tuple, list)) else val).shape
-    known = all(isinstance(n, int) for n in (batch, rows, columns))
-    return min(BLOCK, batch * _tiles(rows, columns)) if known else BLOCK
+def convolution_bytes(result: torch.Tensor, channels: int, results: int, threads: int) -> int:
+    """Of the header's workspace at the most: of both ways where it is not known how many tiles there are."""
+    positions = [n for k, n in enumerate(result.shape) if k != 1]
+    count = tiles(result.dtype, positions) if all(isinstance(n, int) for n in positions) else None
+    few = FEW_TILES_OF_A_CALL[result.dtype]
+    ways = []
+    if count is None or count > few:
+        ways.append(_bytes_of_many(result.dtype, channels, results, threads))
+    if count is None or count <= few:
+        ways.append(_bytes_of_few(result.dtype, channels, few if count is None else count, threads))
+    return max(ways)
 
 
-def convolution_bytes(channels: int, results: int, tiles: int, threads: int, made: bool) -> int:
-    """Of the header's workspace at the most: tiles and their products for each thread, a slice of weights."""
+def _places(dtype: torch.dtype) -> int:
+    return (TILE[dtype] + 2) ** 2
+
+
+def _spread(tiles: int, channels: int) -> tuple[int, int]:
+    """Elements of a place of spread tiles, and of one of the zeros."""
     row = -(-channels // 16) * 16 + 16
-    tile = 16 * (tiles * row + 16 + tiles * BLOCK + 16) + row + 16
-    per_result = 16 * channels
-    most = max((4 << 20) // (4 * per_result) // BLOCK * BLOCK, 2 * BLOCK)
-    return 4 * (threads * tile + (0 if made else min(results, most) * per_result + 16)) + 64
+    return tiles * row + 16, row
+
+
+def _bytes_of_many(dtype: torch.dtype, channels: int, results: int, threads: int) -> int:
+    """A block of tiles and their products for each thread, a slice of weights."""
+    places, (spread, zeros) = _places(dtype), _spread(BLOCK, channels)
+    block = places * (channels * BLOCK + GAP)
+    most = max((4 << 20) // (4 * block), 2)  # blocks of a slice
+    own = places * (spread + BLOCK * BLOCK + 16) + zeros
+    return 4 * (threads * own + min(-(-results // BLOCK), most) * block) + 64
+
+
+def _bytes_of_few(dtype: torch.dtype, channels: int, tiles: int, threads: int) -> int:
+    """All tiles; for each thread their products with a block of results, a chunk of weights."""
+    places, (spread, zeros) = _places(dtype), _spread(tiles, channels)
+    weights = places * (CHUNK[dtype] * FEW_RESULTS + GAP)
+    own = weights + 16 + places * (tiles * BLOCK + 16) + zeros
+    return 4 * (places * spread + threads * own) + 64
 
 
 def gradient_bytes(channels: int, results: int, threads: int) -> int:
@@ -216,19 +279,20 @@ def gradient_bytes(channels: int, results: int, threads: int) -> int:
 def _emit_forward(w: Any, c: Call) -> None:
     """The call; where something was not finite, the library's convolution, which keeps it in its window."""
     x, weight, bias, other, _, padding = c.args[:6]
-    made = weight.buffer.kind == "packed"
-    y = _emit(w, c, (x, weight, bias, other), padding, weight.strides, flipped=False)
-    handle = f"(Handle){w.packed(weight)}[1]" if made else w.tensor(weight)
+    act = argument(c.node, 8, "act", "none")
+    y = _emit(w, c, (x, weight, bias, other), padding, weight.strides, act, flipped=False)
     added = "nullptr" if other is None else w.tensor(other)
     pads, _ = w.ints([padding[0], padding[-1]])
-    w.call(c, "convolve_into", [w.tensor(y), w.tensor(x), handle, w.optional(bias), added, pads])
+    w.call(c, "convolve_into", [w.tensor(y), w.tensor(x), w.tensor(weight), w.optional(bias), added, pads])
+    if act in rectified.TOPS:
+        rectified.rectify(w, y, w.pointer_to(y), act)
     w.lines.append("}")
 
 
 def _emit_input(w: Any, c: Call) -> None:
     grad, x, weight, _, _, padding = c.args[:6]
     turned = (weight.strides[1], weight.strides[0], *weight.strides[2:])
-    y = _emit(w, c, (grad, weight, None, None), [2 - p for p in padding], turned, flipped=True)
+    y = _emit(w, c, (grad, weight, None, None), [2 - p for p in padding], turned, "none", flipped=True)
     pads, _ = w.ints([padding[0], padding[-1]])
     w.call(c, "gradient_into", [*(w.tensor(v) for v in (y, grad, x, weight)), pads, "0"])
     w.lines.append("}")
@@ -253,7 +317,7 @@ def _emit_weight(w: Any, c: Call) -> None:
     w.lines.append("}")
 
 
-def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, flipped: bool) -> View:
+def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, act: str, flipped: bool) -> View:
     """The template's call, and the beginning of what is done where something was not finite; the result."""
     x, weight, bias, other = given
     out = c.outputs[0]
@@ -264,41 +328,26 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, flipped: bool
         + [s for v in (x, y, other) for s in pitch(v)]
         + list(strides)
     )
-    name = w.template("winograd_conv", _PARAMETERS, UNIT)
+    name = w.template(*unit(out.dtype, out.dtype if bias is None else bias.buffer.dtype, act))
     finite = w.fresh("finite")
     w.lines.append(f"bool {finite} = true;")
-    made = weight.buffer.kind == "packed"
-    plain = "nullptr" if made else w.pointer_to(weight)
-    transformed = f"(const float*){w.packed(weight)}[0]" if made else "nullptr"
-    pointers = [w.pointer_to(x), plain, transformed, *(w.pointer_to(v) for v in (bias, other))]
+    pointers = [w.pointer_to(v) for v in (x, weight, bias, other)]
     w.call(c, name, [*pointers, w.pointer(out), sizes, str(flipped).lower(), *space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")
     return y
 
 
-def transformed(weight: torch.Tensor) -> torch.Tensor:
-    """G g G^T of each window of a weight [results, channels, 3, 3], as the template reads them: blocks of
-    results, and in each [4 * 4, channels, results of the block]."""
-    g = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
-    blocks = []
-    for part in weight.double().split(BLOCK):
-        windows = torch.einsum("ia,kcab,jb->ijck", g, part, g)
-        blocks.append(windows.to(weight.dtype).flatten())
-    return torch.cat(blocks)
-
-
 __all__ = [
-    "FORM",
-    "UNIT",
     "WINDOW_UNIT",
     "convolution_bytes",
     "forward",
     "gain",
     "gradient_bytes",
+    "is_ahead",
     "input_gradient",
     "pays",
     "pays_for",
-    "transformed",
+    "unit",
     "weight_gradient",
     "window_of",
 ]

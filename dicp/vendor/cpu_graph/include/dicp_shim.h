@@ -139,11 +139,14 @@ inline Tensor view(const void* data, int64_t ndim, const int64_t* sizes, const i
   return t;
 }
 
-// y = conv(x, w) + bias + other, of stride 1, into memory of the program; bias and other may be null.
+// y = conv(x, w) + bias + other, of stride 1, into memory of the program; bias and other may be null. By oneDNN's call,
+// which takes a bias of float32 with images in bf16.
 inline int32_t convolve_into(Handle y, Handle x, Handle w, Handle* bias, Handle other, const int64_t* padding) {
-  const int64_t ones[] = {1, 1}, none[] = {0, 0};
+  const int64_t ones[] = {1, 1};
   Tensor result, sum;
-  if (aoti_torch_cpu_convolution(x, w, bias, ones, 2, padding, 2, ones, 2, 0, none, 2, 1, &result.h)) return 1;
+  if (aoti_torch_cpu_mkldnn__convolution_pointwise(x, w, bias, padding, 2, ones, 2, ones, 2, 1, "none", nullptr, 0, nullptr,
+                                                   &result.h))
+    return 1;
   if (other && aoti_torch_cpu_add_Tensor(result.h, other, 1.0, &sum.h)) return 1;
   return aoti_torch_copy_(y, other ? sum.h : result.h, 0);
 }

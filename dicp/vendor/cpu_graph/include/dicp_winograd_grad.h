@@ -17,7 +17,7 @@ constexpr int64_t GRAD_RESULTS = 64, GRAD_CHANNELS = 128, GRAD_TILES = 48;
 // The workspace of one thread, and the work on one block of results and channels.
 struct WindowGradient {
   const Winograd& a;
-  WinogradTiles tile;
+  WinogradTiles<2, float> tile;
   static constexpr int64_t plane_x = GRAD_TILES * GRAD_CHANNELS + 16, plane_y = GRAD_RESULTS * (GRAD_TILES + 16) + 16,
                            lead_y = GRAD_TILES + 16, plane_sum = GRAD_RESULTS * GRAD_CHANNELS + 16;
   float *x = nullptr, *y, *sums, *corner, *zeros;  // [16][tiles][channels], [16][results][tiles], [16][results][channels]
