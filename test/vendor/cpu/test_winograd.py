@@ -60,11 +60,14 @@ CASES: dict[str, tuple[tuple[int, int, int, int], int, Any, str]] = {
     "several blocks": ((1, 140, 24, 23), 200, 1, "normal"),
     "behind ReLU": ((1, 128, 14, 14), 128, 1, "relu"),
     "nearly equal": ((1, 512, 8, 8), 96, 1, "smooth"),
+    "of one sign": ((1, 256, 14, 14), 64, 1, "positive"),  # where sums that are too long show
 }
 
 
 def image(shape: tuple[int, ...], kind: str = "normal") -> torch.Tensor:
     x = torch.randn(shape)
+    if kind == "positive":
+        x = x.abs()
     if kind == "smooth":
         x = torch.rand(shape[0], shape[1], 1, 1) + 1 + 0.01 * x
     return (x.relu() if kind == "relu" else x).contiguous(memory_format=torch.channels_last)
@@ -79,7 +82,7 @@ def test_values(freeze: bool, dtype: torch.dtype) -> None:
     for shape, results, padding, kind in CASES.values():
         convs.append(conv_of(shape[1], results, padding, bias=results != 64))
         images.append(image(shape, kind).to(dtype))
-        if kind == "smooth":
+        if kind in ("smooth", "positive"):
             convs[-1].weight.abs_()
         convs[-1].to(dtype)
         added.append(torch.randn_like(convs[-1](images[-1])))

@@ -20,11 +20,11 @@ from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
-BLOCK, GAP, FEW_RESULTS = 64, 16, 32
-CHUNK = {torch.float32: 256, torch.bfloat16: 128}
+BLOCK, GAP, CHUNK = 64, 16, 128
+FEW_RESULTS = {torch.float32: 64, torch.bfloat16: 32}
 FEW_TILES_OF_A_CALL = {torch.float32: 288, torch.bfloat16: 128}
-"""The header's constants that its workspace depends on: TILE_BLOCK and RESULT_BLOCK, GAP, FEW_RESULTS,
-CHUNK and FEW_TILES."""
+"""The header's constants that its workspace depends on: TILE_BLOCK and RESULT_BLOCK, GAP, CHUNK,
+FEW_RESULTS and FEW_TILES."""
 TILE = {torch.float32: 2, torch.bfloat16: 4}
 """Rows and columns of results that are one tile, N of the header: as many as do not show in results of a
 dtype."""
@@ -262,7 +262,7 @@ def _bytes_of_many(dtype: torch.dtype, channels: int, results: int, threads: int
 def _bytes_of_few(dtype: torch.dtype, channels: int, tiles: int, threads: int) -> int:
     """All tiles; for each thread their products with a block of results, a chunk of weights."""
     places, (spread, zeros) = _places(dtype), _spread(tiles, channels)
-    weights = places * (CHUNK[dtype] * FEW_RESULTS + GAP)
+    weights = places * (CHUNK * FEW_RESULTS[dtype] + GAP)
     own = weights + 16 + places * (tiles * BLOCK + 16) + zeros
     return 4 * (places * spread + threads * own) + 64
 

@@ -24,8 +24,9 @@ struct Winograd {
 // transformed weights for 64 tiles each. Transformed weights lie as [block][PxP][channels][results of the block], places
 // GAP apart, without which powers of two would share few sets of the cache.
 constexpr int64_t TILE_BLOCK = 64, RESULT_BLOCK = 64, GAP = 16;
-// Channels that are summed before the sum is rounded into memory: it errs as a sum of 256 does, not one of all.
-constexpr int64_t DEPTH = 256;
+// Channels that are summed before the sum is rounded into memory: it errs as a sum of 128 does, not one of all; of
+// twice as many where results are rounded to bf16, which is a tenth faster and in float32 would err more than eager may.
+template <int N> constexpr int64_t DEPTH = N == 2 ? 128 : 256;
 // Transformed weights at a time: what caches hold, but 128 results at the least.
 constexpr int64_t SLICE_BYTES = 4 << 20, SLICE_RESULTS = 128;
 
@@ -255,25 +256,25 @@ template <int N, class T> struct WinogradTiles {
   // results [k, k + n), whose transformed weights are u, of the tiles in v
   DICP_INLINE void multiply(int64_t count, int64_t n, const float* u) const {
     for (int i = 0; i < PLACES; ++i)
-      for (int64_t c = 0; c < a.channels; c += DEPTH)
-        product(count, n, least(a.channels - c, DEPTH), v + i * plane + c, lead, u + i * (a.channels * n + GAP) + c * n, n,
+      for (int64_t c = 0; c < a.channels; c += DEPTH<N>)
+        product(count, n, least(a.channels - c, DEPTH<N>), v + i * plane + c, lead, u + i * (a.channels * n + GAP) + c * n, n,
                 m + i * plane_m, lead_m, c > 0);
   }
 };
 
 // The same where tiles are few: they are spread once, for all threads, and a thread transforms the weights of CHUNK
-// channels and FEW_RESULTS results for itself, to meet them all. Those stay in its second-level cache; all of them, PxP/9
-// times as large as they are stored, would go through memory.
+// channels and FEW_RESULTS results for itself, to meet them all. Those, half a megabyte, stay in its second-level cache;
+// all of them, PxP/9 times as large as they are stored, would go through memory.
+constexpr int64_t CHUNK = 128;
 template <int N> constexpr int64_t FEW_TILES = N == 2 ? 288 : 128;
-constexpr int64_t FEW_RESULTS = 32;
-template <int N> constexpr int64_t CHUNK = N == 2 ? 256 : 128;
+template <int N> constexpr int64_t FEW_RESULTS = N == 2 ? 64 : 32;
 
 template <int N, Activation act, class T, class S>
 inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* other, T* y, const Winograd& a, bool flipped,
                             Workspace space) {
   using Tiles = WinogradTiles<N, T>;
   const int64_t each = (a.results + space.threads - 1) / space.threads;  // results a thread
-  const int64_t block = least((each + LANES - 1) / LANES * LANES, FEW_RESULTS), apart = CHUNK<N> * block + GAP;
+  const int64_t block = least((each + LANES - 1) / LANES * LANES, FEW_RESULTS<N>), apart = CHUNK * block + GAP;
   Tiles like(a);
   float* const v = space.take(like.floats_v());
   const int64_t own = (Tiles::PLACES * apart + 15) / 16 * 16 + like.floats_m();
@@ -293,8 +294,8 @@ inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* othe
       if (failed) continue;
       const int64_t n = least(a.results - k, block);
       try {
-        for (int64_t c = 0; c < a.channels; c += CHUNK<N>) {
-          const int64_t some = least(a.channels - c, CHUNK<N>);
+        for (int64_t c = 0; c < a.channels; c += CHUNK) {
+          const int64_t some = least(a.channels - c, CHUNK);
           transform_weights<N>(a, w, k, n, c, c + some, flipped, u, apart);
           for (int i = 0; i < Tiles::PLACES; ++i)
             product(tile.tiles, n, some, tile.v + i * tile.plane + c, tile.lead, u + i * apart, n,
