@@ -96,7 +96,7 @@ def test_values(freeze: bool, dtype: torch.dtype) -> None:
     for (got, eager), conv, x, other in zip(results, convs, images, added, strict=True):
         exact = F.conv2d(x.double(), conv.weight.double(), None, padding=conv.padding)  # type: ignore[arg-type]
         exact += other if conv.bias is None else other + conv.bias.double()[:, None, None]
-        close(got, eager, exact)
+        close(got, conv(x.contiguous()) + other, exact)  # eager's, nearer to the truth where rows are dense
         if dtype == torch.bfloat16:
             largest = exact.abs().max().item()
             assert ((got.double() - exact).abs() <= 2**-8 * exact.abs() + 2e-5 * largest).all()
