@@ -240,8 +240,9 @@ def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
 
 def _weight_is_free(plan: Plan, weight: Node, node: Node) -> bool:
     """Whether the weight is had channels-last without moving more, and wanted so: not by an algorithm of the
-    vendor's own, which reads it as it lies."""
-    own = node in plan.packed or plan.extra.get(node, 0.0) > 0
+    vendor's own for one convolution, which reads it as it lies."""
+    alone = node.target is not torch.ops.dicp.separable.default
+    own = node in plan.packed or (alone and plan.extra.get(node, 0.0) > 0)
     return not own and (_is_made_for(weight, node) or weight in plan.constants)
 
 

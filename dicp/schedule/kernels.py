@@ -212,7 +212,7 @@ def _stride(i: Index, v: Var) -> int:
 
 
 def _settle_axes(body: list[Statement], axes: list[Axis]) -> tuple[list[Statement], list[Axis]]:
-    """Order axes by stride (outermost largest; reduced ones after the outer ones) and merge neighbours."""
+    """Order axes by stride (outermost largest; reduced ones after the outer ones) and merge what is one."""
     accesses = accessed(body)
 
     def far(a: Axis) -> tuple[int, int]:

@@ -208,8 +208,8 @@ CASES: dict[str, Case] = {
         (rand(2, 6, 5, 24),),
     ),
     "divided_twice": Case(
-        lambda x, y: x * 2 + y.repeat_interleave(6) + y.repeat_interleave(2).repeat(3),
-        (rand(6 * 35), rand(35)),
+        lambda x, y, z: x * 2 + y.repeat_interleave(6) + z.repeat_interleave(30),
+        (rand(30 * 7), rand(35), rand(7)),
     ),
     "divided_unevenly": Case(lambda x: x[torch.arange(50) // 3 % 5] * 2, (rand(5),)),
     "batch_norm": Case(

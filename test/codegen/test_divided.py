@@ -56,6 +56,11 @@ kernel mul(arg0_1: f32, buf1: f32*)
   buf1[576*i0 + 288*i1 + 9*i2_0 + 3*i2_1 + i2_2] = v1""")
 
 
+def test_quotients_by_several() -> None:
+    kernel = last(lambda x, y, z: x * 2 + y.repeat_interleave(6) + z.repeat_interleave(30), (210,), (35,), (7,))
+    assert [a.size for a in split_divided(kernel, 16).axes] == [7, 5, 6]
+
+
 def test_nothing_is_gathered_then() -> None:
     for kernel in (last(norm, (1, 4, 4, 48), (48,), (48,)), last(windows, (1, 4, 4, 32))):
         assert "gather" not in emit(kernel, "f", 16)

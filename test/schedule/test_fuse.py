@@ -119,6 +119,17 @@ kernel clone(arg0_1: f32, t0: f32*)
 """,
         )
 
+    def test_axes_in_logical_order_are_merged_with_neighbours_only(self) -> None:
+        """Rows are added in the order of the positions, whatever their order in memory."""
+
+        def add(at, rows):
+            return torch.zeros(10).index_put((at.permute(0, 2, 1),), rows.permute(0, 2, 1), accumulate=True)
+
+        inputs = torch.arange(60).view(4, 3, 5) % 10, torch.randn(4, 3, 5)
+        kernel = program_of(traced(add, *inputs)["inference"]).launches[-1].kernel
+        assert [(a.size, a.serial) for a in kernel.axes] == [(4, True), (5, True), (3, True)]
+
+
 
 # -- one kernel --------------------------------------------------------------------------------------------
 

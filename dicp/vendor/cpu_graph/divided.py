@@ -33,8 +33,8 @@ def split_divided(kernel: Kernel, lanes: int) -> Kernel:
         return kernel
     split = _with_axes(kernel, axis, lengths)
     along = choose_shape(split, lanes).vector
-    assert along is not None
-    return split if _operations(split, along, lanes) < _operations(kernel, axis, lanes) else kernel
+    fewer = along is not None and _operations(split, along, lanes) < _operations(kernel, axis, lanes)
+    return split if fewer else kernel
 
 
 class _Walk(enum.Enum):
@@ -78,7 +78,7 @@ def _lengths(indices: Iterable[Index], var: Var, size: int) -> list[int]:
         bounds |= {unit, unit * a.den}
     ordered = sorted(bounds)
     pairs = list(itertools.pairwise(ordered))
-    if any(large % small for small, large in pairs):
+    if ordered[-1] != size or any(large % small for small, large in pairs):
         return [size]
     return [large // small for small, large in reversed(pairs)]
 

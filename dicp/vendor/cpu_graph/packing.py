@@ -17,7 +17,7 @@ import torch.fx as fx
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.common import argument, onednn_has
-from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn, prefers_tiles, reads_weights
+from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl, prefers_onednn, prefers_tiles, reads_weights
 
 FEW_ROWS = 16
 """Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
@@ -81,7 +81,7 @@ def _is_sum_of_product(node: fx.Node) -> bool:
     val = w.meta["val"]  # type: ignore[union-attr]
     plain = other is not None and argument(node, 8, "act", "none") == "none"
     pointwise = tuple(val.shape[2:]) == (1, 1) and {*stride} == {1} and {*padding} == {0} and groups == 1  # type: ignore[misc]
-    return plain and pointwise and val.dtype == torch.float32 and cpu_maker() == "amd"
+    return plain and pointwise and val.dtype == torch.float32 and halved_by_mkl()
 
 
 def _result_is_large(node: fx.Node) -> bool:

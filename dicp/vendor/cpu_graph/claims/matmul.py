@@ -58,10 +58,10 @@ def prefers_onednn(node: fx.Node) -> bool:
     """
     if not _onednn_serves(node) or _left(node).dtype == torch.bfloat16:
         return _onednn_serves(node)
-    return _halved_by_mkl()
+    return halved_by_mkl()
 
 
-def _halved_by_mkl() -> bool:
+def halved_by_mkl() -> bool:
     """Whether MKL runs float32 at half of this processor's peak."""
     return cpu_maker() == "amd" and "avx512f" in cpu_flags()
 
@@ -79,7 +79,7 @@ def prefers_tiles(node: fx.Node) -> bool:
     x = _left(node)
     if x.dtype in LOW:
         return not multiplies(x.dtype)
-    ahead = _halved_by_mkl() or (known_equal(x.stride(-1), 1) and not is_batched(node))
+    ahead = halved_by_mkl() or (known_equal(x.stride(-1), 1) and not is_batched(node))
     return cpu_maker() == "amd" and _from_memory(node) and ahead
 
 

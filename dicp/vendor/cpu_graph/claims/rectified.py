@@ -38,7 +38,7 @@ extern "C" __attribute__((visibility("default"))) int32_t {name}_{word}({paramet
 
 def serves(node: fx.Node) -> bool:
     """Whether a dicp::conv with one of TOPS is made so: of images, by weights that are constant, which are
-    packed."""
+    packed (or are Winograd's, which has it inside itself)."""
     w, other, act, val = node.args[1], node.args[3], node.args[8], node.meta["val"]
     if act not in TOPS or (other is not None and act != "relu"):  # oneDNN's sums know no other
         return False

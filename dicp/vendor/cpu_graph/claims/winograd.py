@@ -21,10 +21,11 @@ from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
 BLOCK, GAP, CHUNK = 64, 16, 128
+SLICE_BYTES, SLICE_RESULTS = 4 << 20, 128
 FEW_RESULTS = {torch.float32: 64, torch.bfloat16: 32}
-FEW_TILES_OF_A_CALL = {torch.float32: 288, torch.bfloat16: 128}
-"""The header's constants that its workspace depends on: TILE_BLOCK and RESULT_BLOCK, GAP, CHUNK,
-FEW_RESULTS and FEW_TILES."""
+TILES_AT_ONCE = {torch.float32: 288, torch.bfloat16: 128}
+"""The header's constants that its workspace depends on: TILE_BLOCK and RESULT_BLOCK, GAP, CHUNK, those
+of a slice, FEW_RESULTS and TILES_AT_ONCE."""
 TILE = {torch.float32: 2, torch.bfloat16: 4}
 """Rows and columns of results that are one tile, N of the header: as many as do not show in results of a
 dtype."""
@@ -36,9 +37,9 @@ FILLED = {torch.float32: 0.0, torch.bfloat16: 0.8}
 """Under which oneDNN's convolution is as fast, or its convolution by constant weights: channels, tiles, the
 part of the tiles that is results (docs/tuning.md has the table)."""
 
-SPARED = 0.4
-"""Part of oneDNN's time that it spares at the least where it pays."""
-BYTE_OPERATIONS = 7.0
+SPARED = {torch.float32: 0.4, torch.bfloat16: 0.2}
+"""Part of oneDNN's time that it spares where it pays."""
+BYTE_OPERATIONS = {torch.float32: 7.0, torch.bfloat16: 14.0}
 """Operations of a convolution in the time that the layout pass counts for moving one byte."""
 
 _PARAMETERS = (
@@ -105,8 +106,7 @@ def window_of(node: fx.Node) -> Window | None:
         plain = argument(node, 8, "act", "none") in ACTIVATIONS
     elif node.target is aten.convolution_backward.default:
         image, weight, result, how = a[0], a[2], a[1].meta["val"], (*a[4:7], a[9])
-        of_weight = [bool(m) for m in a[10]] == [False, True, False]
-        plain = not a[7] and not (of_weight and weight.meta["val"].dtype != torch.float32)
+        plain = not a[7] and (a[10][0] or weight.meta["val"].dtype == torch.float32)
     else:
         return None
     val = weight.meta["val"]
@@ -153,9 +153,9 @@ def pays_for(conv: Any) -> bool:
 def _pays(dtype: torch.dtype, channels: tuple[int, int], positions: Sequence[int], constant: bool) -> bool:
     """constant: oneDNN has the weight in the order it wants, into which it brings others at each call."""
     side, count = TILE[dtype], tiles(dtype, positions)
-    filled = math.prod(positions) / (count * side * side)
-    needed, full = (FEW_TILES_OF_CONSTANT[dtype], FILLED[dtype]) if constant else (FEW_TILES, 0.0)
-    return min(channels) >= FEW_CHANNELS and count >= needed and filled >= full
+    needed, filled = (FEW_TILES_OF_CONSTANT[dtype], FILLED[dtype]) if constant else (FEW_TILES, 0.0)
+    full = math.prod(positions) >= filled * count * side * side
+    return min(channels) >= FEW_CHANNELS and count >= needed and full
 
 
 def tiles(dtype: torch.dtype, positions: Sequence[int]) -> int:
@@ -170,7 +170,8 @@ def gain(node: fx.Node) -> float:
     window = window_of(node)
     if window is None or not pays(window):
         return 0.0
-    return SPARED * 18.0 * window.channels * math.prod(window.sizes) / BYTE_OPERATIONS
+    operations = 18.0 * window.channels * math.prod(window.sizes)
+    return SPARED[window.dtype] * operations / BYTE_OPERATIONS[window.dtype]
 
 
 def forward() -> Claim:
@@ -228,16 +229,14 @@ def weight_gradient() -> Claim:
 
 
 def convolution_bytes(result: torch.Tensor, channels: int, results: int, threads: int) -> int:
-    """Of the header's workspace at the most: of both ways where it is not known how many tiles there are."""
+    """Of the header's workspace at the most: of both ways where it is not known how many tiles there are, or
+    how many threads there will be."""
     positions = [n for k, n in enumerate(result.shape) if k != 1]
-    count = tiles(result.dtype, positions) if all(isinstance(n, int) for n in positions) else None
-    few = FEW_TILES_OF_A_CALL[result.dtype]
-    ways = []
-    if count is None or count > few:
-        ways.append(_bytes_of_many(result.dtype, channels, results, threads))
-    if count is None or count <= few:
-        ways.append(_bytes_of_few(result.dtype, channels, few if count is None else count, threads))
-    return max(ways)
+    at_once = TILES_AT_ONCE[result.dtype]
+    known = all(isinstance(n, int) for n in positions)
+    count = tiles(result.dtype, positions) if known else at_once
+    many = _bytes_of_many(result.dtype, channels, results, threads)
+    return many if count > at_once else max(many, _bytes_of_few(result.dtype, channels, count, threads))
 
 
 def _places(dtype: torch.dtype) -> int:
@@ -254,7 +253,7 @@ def _bytes_of_many(dtype: torch.dtype, channels: int, results: int, threads: int
     """A block of tiles and their products for each thread, a slice of weights."""
     places, (spread, zeros) = _places(dtype), _spread(BLOCK, channels)
     block = places * (channels * BLOCK + GAP)
-    most = max((4 << 20) // (4 * block), 2)  # blocks of a slice
+    most = max(SLICE_BYTES // (4 * block), SLICE_RESULTS // BLOCK)  # blocks of a slice
     own = places * (spread + BLOCK * BLOCK + 16) + zeros
     return 4 * (threads * own + min(-(-results // BLOCK), most) * block) + 64
 

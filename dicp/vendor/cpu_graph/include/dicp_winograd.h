@@ -21,8 +21,8 @@ struct Winograd {
 };
 
 // Tiles and results of a block: a thread's products [64, channels] x [channels, 64] at a time read 256 bytes of
-// transformed weights for 64 tiles each. Transformed weights lie as [block][PxP][channels][results of the block], places
-// GAP apart, without which powers of two would share few sets of the cache.
+// transformed weights for 64 tiles each. Transformed weights lie as [block][PxP][channels][results of the block], with a
+// GAP between places, without which powers of two would share few sets of the cache.
 constexpr int64_t TILE_BLOCK = 64, RESULT_BLOCK = 64, GAP = 16;
 // Channels that are summed before the sum is rounded into memory: it errs as a sum of 128 does, not one of all; of
 // twice as many where results are rounded to bf16, which is a tenth faster and in float32 would err more than eager may.
@@ -266,7 +266,8 @@ template <int N, class T> struct WinogradTiles {
 // channels and FEW_RESULTS results for itself, to meet them all. Those, half a megabyte, stay in its second-level cache;
 // all of them, PxP/9 times as large as they are stored, would go through memory.
 constexpr int64_t CHUNK = 128;
-template <int N> constexpr int64_t FEW_TILES = N == 2 ? 288 : 128;
+static_assert(CHUNK <= DEPTH<2> && CHUNK <= DEPTH<4>, "sums are of CHUNK channels at a time");
+template <int N> constexpr int64_t TILES_AT_ONCE = N == 2 ? 288 : 128;
 template <int N> constexpr int64_t FEW_RESULTS = N == 2 ? 64 : 32;
 
 template <int N, Activation act, class T, class S>
@@ -318,7 +319,10 @@ inline int32_t winograd(const T* x, const T* w, const S* bias, const T* other, T
                         Workspace space, bool* finite) {
   using Tiles = WinogradTiles<N, T>;
   const Winograd& a = *(const Winograd*)sizes;
-  if (Tiles(a).tiles <= FEW_TILES<N>) {
+  const int64_t tiles = Tiles(a).tiles;
+  if (!tiles) return 0;
+  // blocks of tiles for more threads than have results of their own
+  if (tiles <= TILES_AT_ONCE<N> && a.results >= space.threads * LANES) {
     const int32_t code = winograd_few<N, act>(x, w, bias, other, y, a, flipped, space);
     *finite = !(code & 2);
     return code & 1;
