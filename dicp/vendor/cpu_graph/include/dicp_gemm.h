@@ -95,7 +95,9 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
   // where a thread would have none
   const bool small = all * ((g.rows + ROW_TILE - 1) / ROW_TILE) < threads;
   const int64_t unit = small ? FEW : ROW_TILE, units = (g.rows + unit - 1) / unit;
-  const int64_t parts = least(((small ? 1 : 4) * threads + all - 1) / all, units);
+  int64_t parts = ((small ? 1 : 4) * threads + all - 1) / all;
+  while (parts < units && all * parts % threads) ++parts;  // as many for each thread
+  parts = least(parts, units);
   int32_t failed = 0;
 #pragma omp parallel reduction(| : failed) num_threads(threads)
   {
