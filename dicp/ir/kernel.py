@@ -199,21 +199,12 @@ def canonical(kernel: Kernel) -> Kernel:
     def on_index(i: Index) -> Index:
         return ix.substitute(i, index_map)
 
-    values = rewrite(tuple(s.value for s in kernel.body), leaf, on_index)
-    stores = [
-        Expr("index", (s.index,), torch.int64)
-        if isinstance(s, Store) and not isinstance(s.index, int)
-        else None
-        for s in kernel.body
-    ]
     body: list[Statement] = []
-    for s, value, index in zip(kernel.body, values, stores, strict=True):
+    for s in rewrite_body(kernel.body, leaf, on_index):
         if isinstance(s, Store):
-            new = rewrite((index,), leaf, on_index)[0] if index is not None else None
-            flat = s.index if new is None else new.args[0]
-            body.append(Store(buffers[s.buffer], flat, value, s.mode, s.unique))
+            body.append(Store(buffers[s.buffer], s.index, s.value, s.mode, s.unique))
         else:
-            body.append(type(s)(tuple(refs[r] for r in s.refs), s.kind, value))
+            body.append(type(s)(tuple(refs[r] for r in s.refs), s.kind, s.value))
     return Kernel(
         "k",
         tuple(Axis(axes[a.var], a.reduced, a.serial) for a in kernel.axes),

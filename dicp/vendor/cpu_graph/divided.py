@@ -23,10 +23,12 @@ from dicp.vendor.cpu_graph.walks import repeats_of, step_of
 
 def split_divided(kernel: Kernel, lanes: int) -> Kernel:
     """The kernel, with the axis of its vectors in parts where an element takes fewer operations then."""
+    positions = [i for i in accessed(kernel.body) if not _read(i)]
+    if not any(isinstance(a, (ix.Div, ix.Mod)) for i in positions for a in ix.atoms(i)):
+        return kernel
     axis = choose_shape(kernel, lanes).vector
     if axis is None or axis.reduced or axis.serial or not isinstance(axis.size, int):
         return kernel
-    positions = [i for i in accessed(kernel.body) if not _read(i)]
     divided = [i for i in positions if _walk(i, axis, lanes) == _Walk.DIVIDED]
     lengths = _lengths(divided, axis.var, axis.size)
     if len(lengths) < 2:
@@ -37,8 +39,9 @@ def split_divided(kernel: Kernel, lanes: int) -> Kernel:
     return split if fewer else kernel
 
 
-class _Walk(enum.Enum):
-    """How a vector reaches a position: at once, element by element, and that after a division."""
+class _Walk(enum.IntEnum):
+    """How a vector reaches a position: at once, element by element, and that after a division; as
+    operations of an element."""
 
     TOGETHER = 0
     APART = 1
@@ -56,8 +59,8 @@ def _operations(kernel: Kernel, axis: Axis, lanes: int) -> float:
     """Of an element, with vectors along the axis: its share of a vector's, and its own."""
     together = sum(ex.cost(s.value) for s in kernel.body)
     filled = min(lanes, axis.size) if isinstance(axis.size, int) else lanes
-    own = [_walk(i, axis, lanes).value for i in accessed(kernel.body) if not _read(i)]
-    return (together + own.count(0)) / filled + sum(own)
+    own = [_walk(i, axis, lanes) for i in accessed(kernel.body) if not _read(i)]
+    return (together + own.count(_Walk.TOGETHER)) / filled + sum(own)
 
 
 def _read(i: Index) -> bool:

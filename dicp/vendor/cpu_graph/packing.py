@@ -15,8 +15,9 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
+from dicp.passes.conv_matmul import convolution_of
 from dicp.vendor.cpu_graph.claims import winograd
-from dicp.vendor.cpu_graph.claims.common import argument, onednn_has
+from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl, prefers_onednn, prefers_tiles, reads_weights
 
 FEW_ROWS = 16
@@ -77,11 +78,9 @@ def packs(node: fx.Node) -> str | None:
 def _is_sum_of_product(node: fx.Node) -> bool:
     """Whether tiles are ahead of a dicp::conv that is a product and a sum: oneDNN takes 1.06 to 1.5 times as
     long for UNet's skips (384 channels to 128 at 64x64, 1024 to 512 at 16x16; two Zen 5 cores)."""
-    w, other, stride, padding, groups = (node.args[k] for k in (1, 3, 4, 5, 7))
-    val = w.meta["val"]  # type: ignore[union-attr]
-    plain = other is not None and argument(node, 8, "act", "none") == "none"
-    pointwise = tuple(val.shape[2:]) == (1, 1) and {*stride} == {1} and {*padding} == {0} and groups == 1  # type: ignore[misc]
-    return plain and pointwise and val.dtype == torch.float32 and halved_by_mkl()
+    conv = convolution_of(node)
+    added = conv is not None and conv.pointwise and node.args[3] is not None
+    return added and conv.dtype == torch.float32 and halved_by_mkl()  # type: ignore[union-attr]
 
 
 def _result_is_large(node: fx.Node) -> bool:
