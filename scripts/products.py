@@ -26,6 +26,7 @@ def low_precision(label: str, flops: float, fn: Callable[..., Tensor], *operands
     """GF/s of fn in each low precision, by way of float32, and compiled."""
     figures = []
     for dtype in LOW:
+        torch._dynamo.reset()
         given = [t.to(dtype) for t in operands]
         plain = functools.partial(fn, *given)
         compiled, _ = by_dicp(fn, given)
@@ -40,8 +41,8 @@ def through_float32(fn: Callable[..., Tensor], given: list[Tensor]) -> Tensor:
 
 
 def by_dicp(fn: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[functools.partial[Tensor], str]:
-    """fn compiled for these operands, and which call serves it."""
-    torch._dynamo.reset()
+    """fn compiled for these operands, and which call serves it. What is to be compared is not reset between:
+    it would be compiled again, for what is preferred then."""
     compiled, seen = torch.compile(fn, backend="dicp_cpu"), []
     with observe(seen.append):
         compiled(*given)
@@ -54,6 +55,7 @@ def int8_weights(rows: int, depth: int, columns: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x, scale = torch.randn(rows, depth).to(dtype), (torch.rand(columns) / 64).to(dtype)
         given = (x, torch.randint(-127, 128, (columns, depth), dtype=torch.int8), scale)
+        torch._dynamo.reset()
         compiled, name = by_dicp(scaled, given)
         ms = alternating([functools.partial(scaled, *given), compiled])
         print(f"int8 {rows}x{depth}x{columns} {dtype}, ms: eager {ms[0]:.1f}, dicp_cpu {ms[1]:.1f} ({name})")
@@ -71,6 +73,7 @@ def product(rows: int, depth: int, columns: int, turned: bool) -> None:
     """
     x = torch.randn(depth, rows).t() if turned else torch.randn(rows, depth)
     w = torch.randn(columns, depth)
+    torch._dynamo.reset()
     compiled, name = by_dicp(by_mkl, (x, w))
     flops = 2.0 * rows * depth * columns
     libraries = [functools.partial(call, x, w) for call in (by_mkl, by_onednn)]
@@ -89,18 +92,27 @@ def product(rows: int, depth: int, columns: int, turned: bool) -> None:
     )
 
 
-def tiles(rows: int, depth: int, columns: int) -> None:
-    """GF/s of a float32 linear layer by MKL, and compiled, by oneDNN and by tiles, whatever dicp prefers."""
-    given = (torch.randn(rows, depth), torch.randn(columns, depth))
-    calls, names = [functools.partial(F.linear, *given)], ["MKL"]
-    for shallow, prefers in ((1 << 30, lambda node: False), (0, lambda node: True)):
+def tiles(rows: int, depth: int, columns: int, times: int = 24) -> None:
+    """GF/s of a float32 linear layer by MKL, and compiled, by oneDNN and by tiles, whatever dicp prefers, of
+    `times` weights in turn, so that they come from memory as those of a model do."""
+    x, weights = torch.randn(rows, depth), [torch.randn(columns, depth) for _ in range(times)]
+    torch._dynamo.reset()
+    compiled = {"MKL": F.linear}
+    ways = ((lambda x, w: F.linear(x, w), 1 << 30, False), (lambda x, w: F.linear(x, w), 0, True))
+    for fn, shallow, preferred in ways:
         depths = {True: shallow, False: shallow}
-        with patch.object(matmul, "SHALLOW", depths), patch.object(matmul, "prefers_tiles", prefers):
-            compiled, name = by_dicp(lambda x, w: F.linear(x, w), given)
-        calls.append(compiled)
-        names.append(name)
-    rates = [2.0 * rows * depth * columns / ms / 1e6 for ms in alternating(calls, 15)]
-    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in zip(names, rates, strict=True))
+        prefers = patch.object(matmul, "prefers_tiles", lambda node, preferred=preferred: preferred)
+        with patch.object(matmul, "SHALLOW", depths), prefers:
+            by, name = by_dicp(fn, (x, weights[0]))
+        compiled[name] = by.func
+
+    def each(fn: Callable[..., Tensor]) -> None:
+        for w in weights:
+            fn(x, w)
+
+    ms = alternating([functools.partial(each, fn) for fn in compiled.values()], 9)
+    rates = [2.0 * times * rows * depth * columns / t / 1e6 for t in ms]
+    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in zip(compiled, rates, strict=True))
     print(f"compiled {rows}x{depth}x{columns}: {figures}", flush=True)
 
 
@@ -149,8 +161,8 @@ def main() -> None:
     int8_weights(128, 1024, 2816)
     for sizes in ((128, 1024, 1024), (256, 768, 3072), (1024, 3072, 768), (1024, 768, 50257)):
         in_place(*sizes)
-    for depth, columns in ((1024, 1024), (1024, 2816), (2048, 2048), (2816, 1024), (768, 3072)):
-        for rows in (16, 128, 1024):
+    for depth, columns in ((1024, 1024), (768, 3072), (2816, 1024)):
+        for rows in (16, 32, 64, 128, 256, 1024):
             tiles(rows, depth, columns)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: MKL, oneDNN, dicp_cpu")
     for depth in (256, 1024, 1152, 2048, 2816):

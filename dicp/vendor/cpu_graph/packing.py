@@ -18,14 +18,17 @@ from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.passes.conv_matmul import convolution_of
 from dicp.vendor.cpu_graph.claims import winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
-from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl, prefers_onednn, prefers_tiles, reads_weights
+from dicp.vendor.cpu_graph.claims.matmul import (
+    halved_by_mkl,
+    prefers_onednn,
+    prefers_tiles,
+    reads_weights,
+    result_is_large,
+)
 
 FEW_ROWS = 16
 """Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
 blocks, other than in bfloat16."""
-MAPPED_ANEW = 1 << 25
-"""Bytes of a result from which on malloc maps memory anew for each, whose pages cost more than a packed
-weight spares: oneDNN allocates what it returns, tiles write where results are kept."""
 
 
 class Packed:
@@ -64,7 +67,7 @@ def packs(node: fx.Node) -> str | None:
     if node.target is torch.ops.dicp.linear.default:
         rows = math.prod(size_hint(n) for n in x.shape[:-1])
         few = reads_weights(node) or w.dtype == torch.float32 and rows < FEW_ROWS
-        as_it_is = few or not prefers_onednn(node) or _result_is_large(node) and prefers_tiles(node)
+        as_it_is = few or not prefers_onednn(node) or result_is_large(node) and prefers_tiles(node)
         return None if as_it_is else repr(("linear", rows))
     if w.dim() != 4:
         return None
@@ -81,11 +84,6 @@ def _is_sum_of_product(node: fx.Node) -> bool:
     conv = convolution_of(node)
     added = conv is not None and conv.pointwise and node.args[3] is not None
     return added and conv.dtype == torch.float32 and halved_by_mkl()  # type: ignore[union-attr]
-
-
-def _result_is_large(node: fx.Node) -> bool:
-    result = node.meta["val"]
-    return size_hint(result.numel()) * result.element_size() >= MAPPED_ANEW
 
 
 def _pair(x: Any) -> list[int]:

@@ -36,7 +36,16 @@ def _preferred(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "rows, depth, columns", [(17, 301, 517), (641, 140, 130), (128, 128, 128), (1100, 17, 33), (100, 700, 60)]
+    "rows, depth, columns",
+    [
+        (17, 301, 517),
+        (641, 140, 130),
+        (128, 128, 128),
+        (1100, 17, 33),
+        (100, 700, 60),
+        (150, 900, 513),
+        (32, 128, 128),
+    ],
 )
 def test_sizes_and_tails(rows: int, depth: int, columns: int, dtype: torch.dtype) -> None:
     x, w = torch.randn(rows, depth, dtype=dtype), torch.randn(columns, depth, dtype=dtype)
@@ -63,6 +72,19 @@ def test_bias_activation_and_residual(act: str, dtype: torch.dtype) -> None:
     x, w = torch.randn(2, 13, 257, dtype=dtype), torch.randn(521, 257, dtype=dtype) / 16
     b, r = torch.randn(521, dtype=dtype), torch.randn(2, 13, 521, dtype=dtype)
     check(lambda x, w, b, r: r + ACTIVATIONS[act](F.linear(x, w, b)), x, w, b, r)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_of_columns(dtype: torch.dtype) -> None:
+    """x by columns, slices: what is turned, and what is read as it lies."""
+    x, w, b = (torch.randn(s, dtype=dtype) for s in ((600, 90), (400, 700), (350,)))
+    for fn in (
+        lambda x, w, b: F.linear(x.t()[:31], w[:350, :600], b),
+        lambda x, w, b: F.relu(F.linear(x.t()[5:80, 7:560], w[::2, 3:556])),
+        lambda x, w, b: F.linear(x.t().contiguous()[:, :600:3], w[50:, :200], b),
+    ):
+        torch._dynamo.reset()
+        check(fn, x, w, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,6 +119,17 @@ def test_sizes_that_vary_are_served_by_one_program() -> None:
     assert [c.claim.name for c in only.program.library_calls] == ["linear: tiles"]
 
 
+def test_rows_that_vary_go_both_ways() -> None:
+    """The workspace is for any rows, and for any depth that is known."""
+    w = torch.randn(257, 1300)
+    compiled, seen = torch.compile(lambda x, w: x @ w.t(), backend="dicp_cpu"), []
+    with observe(seen.append):
+        for rows in (40, 41, 107, 108, 500):
+            x = torch.randn(rows, 1300)
+            torch.testing.assert_close(compiled(x, w), x @ w.t(), rtol=1e-5, atol=2e-4)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_instruction_sets(dtype: torch.dtype, isa: str) -> None:
@@ -104,9 +137,10 @@ def test_other_instruction_sets(dtype: torch.dtype, isa: str) -> None:
     check(lambda x, w: F.silu(x @ w.t()), x, w, isa=isa)
 
 
-def test_fewer_and_more_threads_than_when_compiled() -> None:
+@pytest.mark.parametrize("rows", [30, 300])
+def test_fewer_and_more_threads_than_when_compiled(rows: int) -> None:
     """A program as it is called where it was not compiled: Dynamo would compile again."""
-    x, w, seen = torch.randn(300, 200), torch.randn(200, 300), []
+    x, w, seen = torch.randn(rows, 200), torch.randn(300, 200).t(), []
     with observe(seen.append):
         first, threads = torch.compile(torch.mm, backend="dicp_cpu")(x, w), torch.get_num_threads()
     try:
@@ -118,8 +152,9 @@ def test_fewer_and_more_threads_than_when_compiled() -> None:
         torch.set_num_threads(threads)
 
 
-def test_nan_and_infinity_spread_as_in_eager() -> None:
-    x, w = torch.randn(20, 300), torch.randn(512, 300)
+@pytest.mark.parametrize("rows", [20, 200])
+def test_nan_and_infinity_spread_as_in_eager(rows: int) -> None:
+    x, w = torch.randn(rows, 300), torch.randn(512, 300)
     w[5, 7], w[8, 9], x[1, 299] = float("nan"), float("inf"), float("-inf")
     got = torch.compile(lambda x, w: F.relu(x @ w.t()), backend="dicp_cpu")(x, w)
     torch.testing.assert_close(got, F.relu(x @ w.t()), rtol=1e-5, atol=1e-4, equal_nan=True)
@@ -160,7 +195,24 @@ def test_which_products_they_serve(
 
 
 @pytest.mark.chosen
-@pytest.mark.parametrize("rows, depth, columns", [(2, 1025, 2), (20, 1152, 9), (20, 1152, 300), (64, 2048, 64)])
+@pytest.mark.parametrize("rows, claim", [(64, "tiles"), (65, "oneDNN")])
+def test_many_rows_are_onednns_where_mkl_is_slow(
+    rows: int, claim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights by rows, up to a depth, and a result for which memory is not mapped anew."""
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: "amd")
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    x, w = torch.randn(rows, 600), torch.randn(300, 600)
+    assert chosen(F.linear, x, w) == f"linear: {claim}"
+    assert chosen(torch.mm, x, w.t().contiguous()) == "mm: tiles"
+    monkeypatch.setattr(matmul, "MAPPED_ANEW", rows * 300 * 4)
+    assert chosen(F.linear, x, w) == "linear: tiles"
+
+
+@pytest.mark.chosen
+@pytest.mark.parametrize(
+    "rows, depth, columns", [(2, 1025, 2), (20, 1152, 9), (20, 1152, 300), (64, 2048, 64)]
+)
 def test_deep_sums_of_one_sign(rows: int, depth: int, columns: int) -> None:
     """One sum of all that many products errs more than twice as much as eager's."""
     x, w = torch.rand(rows, depth), torch.rand(columns, depth)

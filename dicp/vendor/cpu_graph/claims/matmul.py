@@ -71,16 +71,41 @@ def prefers_tiles(node: fx.Node) -> bool:
 
     They do where those have no products of a low precision. In float32 they are ahead of MKL at its peak for
     up to 256 rows, as fast for more, behind where x has to be transposed (scripts/products.py). Where MKL is
-    not at its peak, they are as fast as oneDNN, which allocates each result anew, and serve what that does
-    not: deep sums, batches, where they take 0.8 to 1.2 of MKL's time, and x that lies by columns.
+    not at its peak, they serve what oneDNN does not, or not as well (`_by_onednn`).
     """
     if gemm("product", node) is None:
         return False
     x = _left(node)
     if x.dtype in LOW:
         return not multiplies(x.dtype)
-    ahead = halved_by_mkl() or (known_equal(x.stride(-1), 1) and not is_batched(node))
-    return cpu_maker() == "amd" and _from_memory(node) and ahead
+    if cpu_maker() != "amd" or not _from_memory(node):
+        return False
+    if halved_by_mkl():
+        return not _by_onednn(node)
+    return known_equal(x.stride(-1), 1) and not is_batched(node)
+
+
+TURNED_ROWS = 64
+"""Rows up to which tiles, which turn x, are ahead of oneDNN, which turns a weight (scripts/products.py)."""
+MAPPED_ANEW = 1 << 25
+"""Bytes of a result from which on malloc maps memory anew for each, whose pages cost more than oneDNN's call,
+which allocates what it returns, spares: tiles write where results are kept."""
+
+
+def _by_onednn(node: fx.Node) -> bool:
+    """Whether oneDNN is ahead of our tiles in float32: with rows of x enough, and a weight along depth."""
+    at, x = operands_of(node), _left(node)
+    if at is None or is_batched(node) or not _onednn_serves(node):
+        return False
+    w = node.args[at.w].meta["val"]  # type: ignore[union-attr]
+    as_rows = known_equal(w.stride(-1 if at.transposed else -2), 1) and known_equal(x.stride(-1), 1)
+    return as_rows and size_hint(x.numel() // x.shape[-1]) > TURNED_ROWS and not result_is_large(node)
+
+
+def result_is_large(node: fx.Node) -> bool:
+    """Whether memory for the result of a call that allocates is mapped anew."""
+    result = node.meta["val"]
+    return size_hint(result.numel()) * result.element_size() >= MAPPED_ANEW
 
 
 def _onednn_serves(node: fx.Node) -> bool:

@@ -1,15 +1,13 @@
 // Products of many rows by tiles: y = act(x w * scale + bias) + other, in float32 around oneDNN's micro-kernels. What
 // an operand's dtype or order needs is done to a block of it at a time, in the caches; so is what follows the product.
 #pragma once
-#include "dicp_brgemm.h"
-#include "dicp_product.h"
+#include "dicp_gemm_transposed.h"
 
 namespace dicp {
 
 // Blocks of a thread: of w [DEPTH_TILE, columns], which meets up to `rows` rows of x, ROW_TILE at a time. The block and
-// those rows stay in its second-level cache. Every DEPTH_TILE products a sum is rounded into memory, so that it errs as
-// a sum of so many does and not as one of all: as MKL's, or less (scripts/products.py).
-constexpr int64_t FEW = 16, ROW_TILE = 128, DEPTH_TILE = 128;
+// those rows stay in its second-level cache.
+constexpr int64_t ROW_TILE = 128;
 struct TileShape { int64_t rows, columns; };
 constexpr TileShape LONG{512, 128}, WIDE{128, 512};  // WIDE: rows of x that have to be turned meet more columns
 
@@ -66,18 +64,9 @@ template <Activation act, class T, class W, class S> struct GemmTile {
   // sums [m, n], `step` from row to row, (+)= some of the depth of m rows of x, from `left` on, times the block
   DICP_INLINE void multiply(const T* left, int64_t m, int64_t n, int64_t some, float* to, int64_t step, bool add) {
     if constexpr (same<T, float>)
-      if (g.x[2] == 1) return products(m, n, some, left, g.x[1], to, step, add);
+      if (g.x[2] == 1) return products(m, n, some, left, g.x[1], block, width, to, step, add);
     bring(left, g.x[1], g.x[2], m, some, rows, depth);
-    products(m, n, some, rows, depth, to, step, add);
-  }
-
-  // Rows beyond a multiple of FEW apart: oneDNN keeps a kernel for each number of rows that it has seen (44 KB a
-  // thread), which are then few, whatever sizes a program is called with.
-  DICP_INLINE void products(int64_t m, int64_t n, int64_t some, const float* left, int64_t from, float* to, int64_t step,
-                            bool add) {
-    const int64_t rest = m % FEW, many = m - rest;
-    if (many) product(many, n, some, left, from, block, width, to, step, add);
-    if (rest) product(rest, n, some, left + many * from, from, block, width, to + many * step, step, add);
+    products(m, n, some, rows, depth, block, width, to, step, add);
   }
 };
 
@@ -88,6 +77,8 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
   const Product& g = *(const Product*)sizes;
   const GemmTile<act, T, W, S> like(g, x, w, {scale, bias, other}, y);
   const int64_t threads = worth_threads(g) ? space.threads : 1;
+  const Transposed<act, T, W, S> few(g, x, w, {scale, bias, other}, y);
+  if (few.serves(space, threads)) return few.run(space, threads);
   float* const memory = space.take(threads * like.floats());
   if (!memory) return 1;
   const int64_t panels = (g.columns + like.shape.columns - 1) / like.shape.columns, all = g.batch * panels;
@@ -95,7 +86,7 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
   // where a thread would have none
   const bool small = all * ((g.rows + ROW_TILE - 1) / ROW_TILE) < threads;
   const int64_t unit = small ? FEW : ROW_TILE, units = (g.rows + unit - 1) / unit;
-  int64_t parts = ((small ? 1 : 4) * threads + all - 1) / all;
+  int64_t parts = ((small ? 1 : 2) * threads + all - 1) / all;
   while (parts < units && all * parts % threads) ++parts;  // as many for each thread
   parts = least(parts, units);
   int32_t failed = 0;

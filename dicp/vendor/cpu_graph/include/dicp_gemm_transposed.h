@@ -1,0 +1,98 @@
+// y^T = w^T x^T, for few rows and a w that lies along the depth. The micro-kernel reads the columns of w as they are
+// stored, in runs that the hardware foresees, while it computes; turned are x, once for all threads, and the result. A
+// block of w that is turned beforehand, as in dicp_gemm.h, is waited for, which is half of the time of 32 rows.
+#pragma once
+#include "dicp_brgemm.h"
+#include "dicp_product.h"
+
+namespace dicp {
+
+// Rows of x at the most, and columns of w at a time, whose sums are in the second-level cache.
+constexpr int64_t FEW_ROWS = 512, PANEL = 128, STRIP = 16;
+// Of more rows, it takes longer to turn x and y than w. A float of w is waited for; one of x or y takes twice as long,
+// as new memory is written.
+DICP_INLINE int64_t few_rows(int64_t columns, int64_t depth) {
+  return least(FEW_ROWS, columns * depth / (2 * (columns + depth) + 1));
+}
+
+template <Activation act, class T, class W, class S> struct Transposed {
+  const Product& g;
+  const T* x;
+  const W* w;
+  const Epilogue<T, S> e;
+  T* y;
+  int64_t width;  // of x^T: whole cache lines, and two vectors, as one takes a micro-kernel as long
+  static constexpr bool as_stored = same<W, float>;
+
+  Transposed(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
+      : g(of), x(left), w(right), e(after), y(result) {
+    width = g.rows <= 2 * STRIP ? 2 * STRIP : (g.rows + STRIP - 1) / STRIP * STRIP;
+  }
+  // depths that vary have memory for the other way only
+  bool serves(const Workspace& space, int64_t threads) const {
+    const bool fits = floats_of_x() + threads * floats() <= space.floats;
+    return g.batch == 1 && g.w[1] == 1 && g.rows && g.rows <= few_rows(g.columns, g.depth) && fits;
+  }
+  int64_t floats_of_x() const { return g.depth * width; }
+  int64_t floats() const {  // of a thread: sums [PANEL][width], rows of results, a block of w
+    return PANEL * width + STRIP * PANEL + (as_stored ? 0 : PANEL * DEPTH_TILE);
+  }
+
+  // from depth k on; what columns without a row of x hold goes into sums that nobody reads
+  void turn_x(int64_t k, float* turned) const {
+    bring(x + k * g.x[2], g.x[2], g.x[1], least(g.depth - k, DEPTH_TILE), g.rows, turned + k * width, width);
+  }
+
+  // n columns of y from `column` on
+  void panel(int64_t column, int64_t n, const float* turned, float* sums) const {
+    float *const strip = sums + PANEL * width, *const block = strip + STRIP * PANEL;
+    for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) {
+      const int64_t some = least(g.depth - k, DEPTH_TILE);
+      const W* const from = w + k + column * g.w[2];
+      if constexpr (as_stored) {
+        products(n, width, some, from, g.w[2], turned + k * width, width, sums, width, k > 0);
+      } else {
+        bring(from, g.w[2], 1, n, some, block, DEPTH_TILE);
+        products(n, width, some, block, DEPTH_TILE, turned + k * width, width, sums, width, k > 0);
+      }
+    }
+    for (int64_t row = 0; row < g.rows; row += STRIP) {
+      const int64_t m = least(g.rows - row, STRIP);
+      if constexpr (same<T, float> && act == NONE)
+        if (!e.scale && !e.bias && !e.other) {
+          bring(sums + row, 1, width, m, n, y + row * g.y[1] + column, g.y[1]);
+          continue;
+        }
+      bring(sums + row, 1, width, m, n, strip, PANEL);
+      for (int64_t i = 0; i < m; ++i) finish<act>(strip + i * PANEL, n, g, e, 0, row + i, column, y);
+    }
+  }
+
+  // not 0 where memory is short or the micro-kernels raised
+  int32_t run(Workspace space, int64_t threads) const {
+    float *const turned = space.take(floats_of_x()), *const memory = space.take(threads * floats());
+    if (!memory) return 1;
+    const int64_t units = (g.columns + FEW - 1) / FEW;
+    int64_t panels = (g.columns + PANEL - 1) / PANEL;
+    while (panels < units && panels % threads) ++panels;  // as many for each thread
+    int32_t failed = 0;
+#pragma omp parallel reduction(| : failed) num_threads(threads)
+    {
+#pragma omp for
+      for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) turn_x(k, turned);
+#pragma omp for schedule(dynamic)
+      for (int64_t p = 0; p < panels; ++p) {
+        if (failed) continue;
+        const int64_t first = p * units / panels * FEW, last = (p + 1) * units / panels * FEW;
+        try {
+          panel(first, least(last, g.columns) - first, turned, memory + omp_get_thread_num() * floats());
+        } catch (...) {
+          failed = 1;
+        }
+      }
+    }
+    return failed;
+  }
+};
+
+}  // namespace dicp
