@@ -37,4 +37,4 @@ def check(fn: Fn, *args: torch.Tensor, claim: str | tuple[str, ...] | None, **op
     if isinstance(claim, tuple):
         assert len(names) == 1 and names[0] in claim
     else:
-        assert names == ([] if claim is None else [claim])
+        assert names == ([] if claim is None else [claim]), names

@@ -84,7 +84,35 @@ def test_few_rows_of_columns(dtype: torch.dtype) -> None:
         lambda x, w, b: F.linear(x.t().contiguous()[:, :600:3], w[50:, :200], b),
     ):
         torch._dynamo.reset()
-        check(fn, x, w, b)
+        check(fn, x, w, b, claim=("tiles", "tiles of pairs"))
+
+
+@pytest.mark.chosen
+@pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
+@pytest.mark.parametrize("rows, depth, columns", [(17, 302, 517), (128, 2050, 600), (49, 1024, 1100), (33, 1026, 333)])
+def test_pairs_of_few_rows(rows: int, depth: int, columns: int) -> None:
+    x, w, b = (torch.randn(s).bfloat16() for s in ((2, rows, depth + 3), (columns, depth), (columns,)))
+    r = torch.randn(rows, columns).bfloat16()
+    calls = (
+        lambda x, w, b, r: F.linear(x[0, :, :depth].contiguous(), w),
+        lambda x, w, b, r: r + F.silu(F.linear(x[1, :, 1 : depth + 1], w, b)),  # rows apart by an odd number
+    )
+    for fn in calls:
+        torch._dynamo.reset()
+        check(fn, x, w, b, r, claim="tiles of pairs")
+
+
+@pytest.mark.chosen
+@pytest.mark.parametrize(
+    "fn, sizes",
+    [
+        (F.linear, ((129, 600), (600, 600))),  # many rows
+        (F.linear, ((40, 601), (600, 601))),  # half a pair
+        (torch.mm, ((40, 600), (600, 600))),  # a weight by rows of columns
+    ],
+)
+def test_other_products_of_bf16_are_not_of_pairs(fn: Any, sizes: Any) -> None:
+    assert "pairs" not in chosen(fn, *(torch.randn(s).bfloat16() for s in sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

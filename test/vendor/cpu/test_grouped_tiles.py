@@ -14,7 +14,7 @@ from dicp.vendor.cpu_graph.microkernels import available
 pytest.importorskip("transformers.integrations.moe")
 pytestmark = pytest.mark.skipif(not available(torch.float32), reason="no micro-kernels for this processor")
 CUTS = {"some": [3, 3, 20, 41], "none at first": [0, 0, 41, 41], "rows behind": [5, 9, 9, 30]}
-WAYS = ("tiles", "mm")
+WAYS = ("tiles", "pairs", "mm")
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,15 @@ def _anew() -> None:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On whatever processor the test runs."""
+    """The end of the claim's name, on whatever processor the test runs; pairs are of bf16, and of those that have
+    products of it."""
     monkeypatch.setattr(grouped, "_tiles_ahead", lambda dtype: request.param == "tiles")
-    return request.param
+    bf16 = torch.bfloat16 in request.node.callspec.params.values() or "aten" in request.node.name
+    if request.param == "pairs" and not (bf16 and available(torch.bfloat16)):
+        pytest.skip("no products of pairs")
+    if request.param == "mm":
+        monkeypatch.setattr(grouped, "available", lambda dtype: dtype == torch.float32)
+    return "tiles of pairs, or mm" if request.param == "pairs" else request.param
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -139,11 +145,12 @@ def test_one_gradient_of_two(way: str) -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 7])
-def test_operands_that_lie_otherwise(behind: int, way: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_that_lie_otherwise(dtype: torch.dtype, behind: int, way: str) -> None:
     """Rows of x apart, or by columns; a gradient that is one row over and over."""
-    x, w, _ = operands(torch.float32, True)
-    apart = torch.zeros(41, 48 + behind)[:, :48].copy_(x) if behind else x.T.contiguous().T
-    grad = torch.randn(72).expand(41, 72)
+    x, w, _ = operands(dtype, True)
+    apart = x.new_zeros(41, 48 + behind)[:, :48].copy_(x) if behind else x.T.contiguous().T
+    grad = x.new_empty(72).normal_().expand(41, 72)
     leaf, w = apart.detach().requires_grad_(), w.requires_grad_()
     compiled = torch.compile(grouped_mm, backend="dicp_cpu", fullgraph=True)
     found = compiled(leaf, w, torch.tensor(CUTS["some"]))

@@ -1,13 +1,16 @@
-"""Products of many rows by tiles around oneDNN's micro-kernels (include/dicp_gemm.h)."""
+"""Products of more than a few rows by tiles around oneDNN's micro-kernels (include/dicp_gemm.h and
+dicp_gemm_transposed.h)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from dicp.compat import known_equal
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import SPACE, space
@@ -16,6 +19,7 @@ from dicp.vendor.cpu_graph.claims.operands import (
     Operands,
     arguments,
     given,
+    is_batched,
     operands_of,
     prepare,
     reads,
@@ -25,7 +29,7 @@ from dicp.vendor.cpu_graph.microkernels import available
 ROW_TILE, DEPTH_TILE = 128, 128
 LONG, WIDE = (512, 128), (128, 512)
 """Rows and columns; all as in the header."""
-FEW_ROWS, PANEL, STRIP = 512, 128, 16
+FEW_ROWS, FEW_ROWS_OF_PAIRS, PANEL, STRIP = 512, 128, 128, 16
 """As in dicp_gemm_transposed.h."""
 
 _SOURCE = """\
@@ -33,30 +37,65 @@ _SOURCE = """\
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
-  return gemm<{act}>(x, w, scale, bias, other, y, sizes, {{space, bytes, threads}});
+  return {function}<{act}>(x, w, scale, bias, other, y, sizes, {{space, bytes, threads}});
 }}
 """
 
 
 def gemm(label: str, node: fx.Node) -> Claim | None:
-    """The claim by this template, for operands of a dtype it reads."""
+    """The claim by tiles in float32, for operands of a dtype they read."""
     at = operands_of(node)
     if at is None or not reads(node, at) or not available(torch.float32):
         return None
     return Claim(
         f"{label}: tiles",
-        lambda writer, call: _emit(writer, call, at),
+        lambda writer, call: _emit(writer, call, at, "gemm"),
         out=True,
         prepare=lambda lowering, n, args: prepare(lowering, args, at, columns_of_x=True),
         workspace=lambda lowering, n, args: workspace(lowering, args, at),
     )
 
 
+def gemm_pairs(label: str, node: fx.Node) -> Claim | None:
+    """The claim by tiles in bf16, of rows that are few, whatever the sizes that vary, and a weight along the
+    depth: of more rows, oneDNN is ahead."""
+    at = operands_of(node)
+    if at is None or is_batched(node) or not available(torch.bfloat16):
+        return None
+    x, w = (node.args[k].meta["val"] for k in (at.x, at.w))  # type: ignore[union-attr]
+    if not x.dtype == w.dtype == node.meta["val"].dtype == torch.bfloat16:
+        return None
+    rows, depth, columns = math.prod(x.shape[:-1]), x.shape[-1], node.meta["val"].shape[-1]
+    along_depth = known_equal(w.stride(-1 if at.transposed else -2), 1)
+    static = isinstance(rows, int) and isinstance(depth, int) and depth % 2 == 0
+    if not static or not along_depth or rows > min(_few_rows(columns, depth), FEW_ROWS_OF_PAIRS):
+        return None
+    return Claim(
+        f"{label}: tiles of pairs",
+        lambda writer, call: _emit(writer, call, at, "gemm_pairs"),
+        out=True,
+        prepare=lambda lowering, n, args: _prepare_pairs(lowering, args, at),
+        workspace=lambda lowering, n, args: pairs_workspace(lowering, rows, depth),
+    )
+
+
+def _prepare_pairs(lowering: Any, args: Sequence[Any], at: Operands) -> Sequence[Any]:
+    """Rows of x that start with a pair."""
+    prepared = list(prepare(lowering, args, at))
+    if not all(isinstance(s, int) and s % 2 == 0 for s in prepared[at.x].strides[:-1]):
+        prepared[at.x] = lowering.operand(args[at.x], dense=True)
+    return prepared
+
+
+def pairs_workspace(lowering: Any, rows: Any, depth: int) -> int:
+    """Bytes of the header's blocks of pairs, for all threads."""
+    return 4 * _transposed(lowering, _most(rows, FEW_ROWS_OF_PAIRS), depth // 2)
+
+
 def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     """Bytes of the headers' blocks, for all threads."""
     x, w = args[at.x], args[at.w]
     columns, depth = w.shape[-2:] if at.transposed else w.shape[:-3:-1]
-    threads = int(lowering.vendor.machine(lowering.config).threads)
     along_depth = w.strides[-1 if at.transposed else -2] == 1
     group, panel = LONG if x.strides[-1] == 1 else WIDE
     rows = x.shape[-2] if len(x.shape) == len(w.shape) else group
@@ -64,13 +103,19 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     lines = isinstance(columns, int) and columns % 16 == 0
     in_place = lines and len(w.shape) == 2 and x.buffer.dtype == torch.float32  # sums lie in the result
     floats = deep * width + _most(rows, ROW_TILE) * deep + (0 if in_place else _most(rows, group) * width)
+    floats *= int(lowering.vendor.machine(lowering.config).threads)
     few = _few_rows(columns, depth)
-    if not along_depth or not isinstance(depth, int) or (isinstance(rows, int) and rows > few):
-        return 4 * floats * threads
-    width = max(_whole(_most(rows, few)), 2 * STRIP)
-    block = 0 if w.buffer.dtype == torch.float32 else PANEL * DEPTH_TILE
-    transposed = depth * width + threads * (PANEL * width + STRIP * PANEL + block)
-    return 4 * max(floats * threads, transposed)
+    if along_depth and isinstance(depth, int) and not (isinstance(rows, int) and rows > few):
+        block = 0 if w.buffer.dtype == torch.float32 else PANEL * DEPTH_TILE
+        floats = max(floats, _transposed(lowering, _most(rows, few), depth, block))
+    return 4 * floats
+
+
+def _transposed(lowering: Any, rows: int, depth: int, block: int = 0) -> int:
+    """Floats of dicp_gemm_transposed.h: x, and for each thread sums, rows of results, a block of w."""
+    width = max(_whole(rows), 2 * STRIP)
+    threads = int(lowering.vendor.machine(lowering.config).threads)
+    return depth * width + threads * (PANEL * width + STRIP * PANEL + block)
 
 
 def _few_rows(columns: Any, depth: Any) -> int:
@@ -89,14 +134,14 @@ def _most(size: Any, tile: int) -> int:
     return min(size, tile) if isinstance(size, int) else tile
 
 
-def _emit(writer: Any, call: Call, at: Operands) -> None:
+def _emit(writer: Any, call: Call, at: Operands, function: str) -> None:
     g = given(call, at)
     words = g.kinds()
-    name = f"gemm_{'_'.join(dict.fromkeys(words.values()))}_{at.act}"
+    name = f"{function}_{'_'.join(dict.fromkeys(words.values()))}_{at.act}"
     parameters = f"{PARAMETERS.format(**words)}, {SPACE}"
-    source = _SOURCE.format(name=name, parameters=parameters, act=at.act.upper())
-    function = str(writer.template(name, parameters, source))
-    writer.call(call, function, [*arguments(writer, g), *space(writer, call)])
+    source = _SOURCE.format(name=name, parameters=parameters, function=function, act=at.act.upper())
+    template = str(writer.template(name, parameters, source))
+    writer.call(call, template, [*arguments(writer, g), *space(writer, call)])
 
 
-__all__ = ["gemm", "workspace"]
+__all__ = ["gemm", "gemm_pairs", "pairs_workspace", "workspace"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     space,
     transposed,
 )
-from dicp.vendor.cpu_graph.claims.gemm import workspace
+from dicp.vendor.cpu_graph.claims.gemm import pairs_workspace, workspace
 from dicp.vendor.cpu_graph.claims.matmul import cpu_maker
 from dicp.vendor.cpu_graph.claims.operands import Operands, product_words
 from dicp.vendor.cpu_graph.expression import STORAGE
@@ -36,6 +37,13 @@ the groups, opaque to compilers. Rows behind the last group are 0 there, and uns
 _PARAMETERS = (
     "const {T}* x, const {T}* w, const {I}* offsets, {T}* y, const int64_t* sizes, int64_t groups, {more}"
 )
+_ROOM = "{space, bytes, threads}"
+_MORE = {
+    "calls": ("int32_t dtype", "dtype"),
+    "tiles": (SPACE, _ROOM),
+    "pairs": (f"int32_t dtype, {SPACE}", f"dtype, {_ROOM}"),
+}
+"""By the way of a product: further parameters of the header's function, and what it is given."""
 _SOURCE = """\
 #include "dicp_grouped.h"
 using namespace dicp;
@@ -52,11 +60,18 @@ def grouped(node: fx.Node, config: Any) -> list[Claim]:
         return []
     backward = str(node.target) == FALLBACK_BACKWARD
     label = "grouped_mm backward" if backward else "grouped_mm"
-    calls = Claim(f"{label}: mm", _emit, out=True, prepare=_prepare, strides=_strides)
-    tiles = Claim(
-        f"{label}: tiles", _emit, out=True, prepare=_prepare, strides=_strides, workspace=_workspace
+    dtype = dtype_of(node.args[0])
+    claim = functools.partial(Claim, out=True, prepare=_prepare, strides=_strides)
+    calls = claim(f"{label}: mm", functools.partial(_emit, "calls"))
+    tiles = claim(f"{label}: tiles", functools.partial(_emit, "tiles"), workspace=_workspace)
+    if _tiles_ahead(dtype):
+        return [tiles, calls]
+    if dtype != torch.bfloat16 or not available(dtype):
+        return [calls, tiles]
+    pairs = claim(
+        f"{label}: tiles of pairs, or mm", functools.partial(_emit, "pairs"), workspace=_pairs_workspace
     )
-    return [tiles, calls] if _tiles_ahead(dtype_of(node.args[0])) else [calls, tiles]
+    return [pairs, calls, tiles]
 
 
 def _has_form(node: fx.Node) -> bool:
@@ -141,37 +156,43 @@ def _workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
     return max(workspace(lowering, (p.x, p.w), Operands(0, 1)) for p in _products(node, args))
 
 
-def _emit(writer: Any, call: Call) -> None:
+def _pairs_workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
+    """Where depths vary, there is none, and each group's product is ATen's."""
+    sizes = [p.x.shape for p in _products(node, args)]
+    return max(pairs_workspace(lowering, rows, k) if isinstance(k, int) else 0 for rows, k in sizes)
+
+
+def _emit(way: str, writer: Any, call: Call) -> None:
     for product in _products(call.node, call.args):
         y = call.outputs[product.k]
         assert y is not None
-        _emit_product(writer, call, product, y)
+        _emit_product(way, writer, call, product, y)
 
 
-def _emit_product(writer: Any, call: Call, product: _Product, y: Buffer) -> None:
+def _emit_product(way: str, writer: Any, call: Call, product: _Product, y: Buffer) -> None:
     x, w, offsets = product.x, product.w, call.args[2]
     result = View(y, y.shape, y.strides)
     rows = transposed(result) if product.turned else result
     by_rows = len(w.shape) == 3
-    words = product_words(
-        (1, x.shape[0], w.shape[-1], x.shape[1]),
-        x=(0, *x.strides),
-        w=(w.strides[0] if by_rows else 0, *w.strides[-2:]),
-        y=(0 if by_rows else rows.strides[0], rows.strides[-2]),
+    sizes, _ = writer.ints(
+        product_words(
+            (1, x.shape[0], w.shape[-1], x.shape[1]),
+            x=(0, *x.strides),
+            w=(w.strides[0] if by_rows else 0, *w.strides[-2:]),
+            y=(0 if by_rows else rows.strides[0], rows.strides[-2]),
+        )
     )
-    sizes, _ = writer.ints(words)
     kinds = {"T": STORAGE[y.dtype], "I": STORAGE[offsets.buffer.dtype]}
     shared, groups = ("ROWS", w.shape[0]) if by_rows else ("DEPTH", y.shape[0])
-    if call.claim.workspace is None:
-        way, more, given, room = "calls", "int32_t dtype", "dtype", [str(DTYPE_CODES[y.dtype])]
-    else:
-        way, more, given, room = "tiles", SPACE, "{space, bytes, threads}", space(writer, call)
+    more, given = _MORE[way]
+    words = [] if way == "tiles" else [str(DTYPE_CODES[y.dtype])]
+    words += [] if way == "calls" else space(writer, call)
     name = "_".join(["grouped", shared.lower(), way, *dict.fromkeys(kinds.values())])
     parameters = _PARAMETERS.format(**kinds, more=more)
     source = _SOURCE.format(name=name, parameters=parameters, way=way, shared=shared, more=given)
     function = writer.template(name, parameters, source)
     pointers = [*(writer.pointer_to(v) for v in (x, w, offsets)), writer.pointer(y)]
-    writer.call(call, function, [*pointers, sizes, writer.text(groups), *room])
+    writer.call(call, function, [*pointers, sizes, writer.text(groups), *words])
 
 
 __all__ = ["FALLBACK", "FALLBACK_BACKWARD", "grouped"]

@@ -29,7 +29,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     onednn_has,
     transposed,
 )
-from dicp.vendor.cpu_graph.claims.gemm import gemm
+from dicp.vendor.cpu_graph.claims.gemm import gemm, gemm_pairs
 from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
 from dicp.vendor.cpu_graph.claims.operands import is_batched, operands_of
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
@@ -157,7 +157,8 @@ def _ordered(
     order = [onednn, blas] if prefers_onednn(node) and not _blas_first(node) else [blas, onednn]
     tiles, few = gemm(label, node), gemv(label, node)
     order = [tiles, *order] if prefers_tiles(node) else [*order, tiles]
-    order = [few, *order] if _from_memory(node) else [*order, few]
+    pairs = gemm_pairs(label, node)
+    order = [few, pairs, *order] if _from_memory(node) else [*order, few, pairs]
     return _for_rows_that_vary(label, node, [claim for claim in order if claim is not None])
 
 

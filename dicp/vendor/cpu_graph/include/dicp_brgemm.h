@@ -32,8 +32,9 @@ constexpr int64_t FEW = 16, DEPTH_TILE = 128;
 
 // Rows beyond a multiple of FEW apart: oneDNN keeps a kernel for each number of rows that it has seen (44 KB a thread),
 // which are then few, whatever sizes a program is called with.
-DICP_INLINE void products(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb,
-                          float* c, int64_t ldc, bool add) {
+template <class T>
+DICP_INLINE void products(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
+                          int64_t ldc, bool add) {
   const int64_t rest = m % FEW, many = m - rest;
   if (many) product(many, n, k, a, lda, b, ldb, c, ldc, add);
   if (rest) product(rest, n, k, a + many * lda, lda, b, ldb, c + many * ldc, ldc, add);

@@ -8,21 +8,24 @@
 namespace dicp {
 
 // Rows of x at the most, and columns of w at a time, whose sums are in the second-level cache.
-constexpr int64_t FEW_ROWS = 512, PANEL = 128, STRIP = 16;
+constexpr int64_t FEW_ROWS = 512, FEW_ROWS_OF_PAIRS = 128, PANEL = 128, STRIP = 16;
 // Of more rows, it takes longer to turn x and y than w. A float of w is waited for; one of x or y takes twice as long,
 // as new memory is written.
 DICP_INLINE int64_t few_rows(int64_t columns, int64_t depth) {
   return least(FEW_ROWS, columns * depth / (2 * (columns + depth) + 1));
 }
 
-template <Activation act, class T, class W, class S> struct Transposed {
+// Word: what is multiplied; bf16, by pairs, where the processor does that.
+template <Activation act, class T, class W, class S, class Word = float> struct Transposed {
+  static constexpr bool as_stored = same<W, Word>, pairs = !same<Word, float>;
+  static constexpr int64_t in_word = sizeof(float) / sizeof(Word);
+  static constexpr int64_t deep = pairs ? 1024 : DEPTH_TILE;  // products in a sum, which errs less than bf16 rounds
   const Product& g;
   const T* x;
   const W* w;
   const Epilogue<T, S> e;
   T* y;
   int64_t width;  // of x^T: whole cache lines, and two vectors, as one takes a micro-kernel as long
-  static constexpr bool as_stored = same<W, float>;
 
   Transposed(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
       : g(of), x(left), w(right), e(after), y(result) {
@@ -31,29 +34,35 @@ template <Activation act, class T, class W, class S> struct Transposed {
   // depths that vary have memory for the other way only
   bool serves(const Workspace& space, int64_t threads) const {
     const bool fits = floats_of_x() + threads * floats() <= space.floats;
-    return g.batch == 1 && g.w[1] == 1 && g.rows && g.rows <= few_rows(g.columns, g.depth) && fits;
+    const bool whole = !pairs || (g.x[2] == 1 && g.x[1] % 2 == 0 && g.depth % 2 == 0);
+    const int64_t few = least(few_rows(g.columns, g.depth), pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+    return g.batch == 1 && g.w[1] == 1 && whole && g.rows && g.rows <= few && fits;
   }
-  int64_t floats_of_x() const { return g.depth * width; }
+  int64_t floats_of_x() const { return g.depth / in_word * width; }
   int64_t floats() const {  // of a thread: sums [PANEL][width], rows of results, a block of w
-    return PANEL * width + STRIP * PANEL + (as_stored ? 0 : PANEL * DEPTH_TILE);
+    return PANEL * width + STRIP * PANEL + (as_stored ? 0 : PANEL * deep);
   }
 
   // from depth k on; what columns without a row of x hold goes into sums that nobody reads
   void turn_x(int64_t k, float* turned) const {
-    bring(x + k * g.x[2], g.x[2], g.x[1], least(g.depth - k, DEPTH_TILE), g.rows, turned + k * width, width);
+    const int64_t some = least(g.depth - k, DEPTH_TILE);
+    float* const to = turned + k / in_word * width;
+    if constexpr (pairs) bring((const float*)(x + k), 1, g.x[1] / in_word, some / in_word, g.rows, to, width);
+    else bring(x + k * g.x[2], g.x[2], g.x[1], some, g.rows, to, width);
   }
 
   // n columns of y from `column` on
   void panel(int64_t column, int64_t n, const float* turned, float* sums) const {
     float *const strip = sums + PANEL * width, *const block = strip + STRIP * PANEL;
-    for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) {
-      const int64_t some = least(g.depth - k, DEPTH_TILE);
+    for (int64_t k = 0; k < g.depth; k += deep) {
+      const int64_t some = least(g.depth - k, deep);
       const W* const from = w + k + column * g.w[2];
+      const Word* const right = (const Word*)(turned + k / in_word * width);
       if constexpr (as_stored) {
-        products(n, width, some, from, g.w[2], turned + k * width, width, sums, width, k > 0);
+        products(n, width, some, from, g.w[2], right, width, sums, width, k > 0);
       } else {
-        bring(from, g.w[2], 1, n, some, block, DEPTH_TILE);
-        products(n, width, some, block, DEPTH_TILE, turned + k * width, width, sums, width, k > 0);
+        bring(from, g.w[2], 1, n, some, block, deep);
+        products(n, width, some, block, deep, right, width, sums, width, k > 0);
       }
     }
     for (int64_t row = 0; row < g.rows; row += STRIP) {
@@ -90,9 +99,19 @@ template <Activation act, class T, class W, class S> struct Transposed {
           failed = 1;
         }
       }
+      if (pairs) at::native::cpublas::brgemm_release(true);
     }
     return failed;
   }
 };
+
+// By pairs of bf16. Returns not 0 where memory is short or the micro-kernels raised.
+template <Activation act, class T, class S>
+int32_t gemm_pairs(const T* x, const T* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
+                   Workspace space) {
+  const Product& g = *(const Product*)sizes;
+  const Transposed<act, T, T, S, T> few(g, x, w, {scale, bias, other}, y);
+  return few.run(space, worth_threads(g) ? space.threads : 1);
+}
 
 }  // namespace dicp

@@ -41,15 +41,30 @@ int32_t grouped_tiles(const T* x, const W* w, const I* offsets, T* y, const int6
 }
 
 // by ATen's product of matrices of torch's dtype
+template <class T>
+inline int32_t product_by_aten(const Product& g, const T* x, const T* w, T* y, int32_t dtype) {
+  const int64_t of_x[] = {g.rows, g.depth}, of_w[] = {g.depth, g.columns}, of_y[] = {g.rows, g.columns};
+  const int64_t along_y[] = {g.y[1], 1};
+  const Tensor a = view(x, 2, of_x, g.x + 1, dtype), b = view(w, 2, of_w, g.w + 1, dtype);
+  const Tensor c = view(y, 2, of_y, along_y, dtype);
+  return aoti_torch_cpu_mm_out(c.h, a.h, b.h);
+}
 template <Shared shared, class T, class I>
 int32_t grouped_calls(const T* x, const T* w, const I* offsets, T* y, const int64_t* sizes, int64_t groups,
                       int32_t dtype) {
   return each_group<shared>(x, w, offsets, y, sizes, groups, [&](const Product& g, const T* left, const T* right, T* to) {
-    const int64_t of_x[] = {g.rows, g.depth}, of_w[] = {g.depth, g.columns}, of_y[] = {g.rows, g.columns};
-    const int64_t along_y[] = {g.y[1], 1};
-    const Tensor a = view(left, 2, of_x, g.x + 1, dtype), b = view(right, 2, of_w, g.w + 1, dtype);
-    const Tensor c = view(to, 2, of_y, along_y, dtype);
-    return aoti_torch_cpu_mm_out(c.h, a.h, b.h);
+    return product_by_aten(g, left, right, to, dtype);
+  });
+}
+
+// by tiles of pairs where a group has few rows, else by ATen's
+template <Shared shared, class T, class I>
+int32_t grouped_pairs(const T* x, const T* w, const I* offsets, T* y, const int64_t* sizes, int64_t groups,
+                      int32_t dtype, Workspace space) {
+  return each_group<shared>(x, w, offsets, y, sizes, groups, [&](const Product& g, const T* left, const T* right, T* to) {
+    const Transposed<NONE, T, T, float, T> few(g, left, right, {nullptr, nullptr, nullptr}, to);
+    const int64_t threads = worth_threads(g) ? space.threads : 1;
+    return few.serves(space, threads) ? few.run(space, threads) : product_by_aten(g, left, right, to, dtype);
   });
 }
 
