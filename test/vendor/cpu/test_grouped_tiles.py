@@ -158,3 +158,11 @@ def test_operands_that_lie_otherwise(dtype: torch.dtype, behind: int, way: str) 
     assert close(found, exact, x, w, CUTS["some"])
     assert close(of_x, exact, grad, w.mT, CUTS["some"])
     assert close(of_w, exact_gradient, x, grad, CUTS["some"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_a_pair_is_left(dtype: torch.dtype, way: str) -> None:
+    x, w = torch.randn(41, 47, dtype=dtype), (torch.randn(4, 72, 47) / 7).to(dtype).mT
+    compiled = torch.compile(grouped_mm, backend="dicp_cpu", fullgraph=True)
+    found = compiled(x, w, torch.tensor(CUTS["some"], dtype=torch.int32))
+    assert close(found, exact, x, w, CUTS["some"])
