@@ -106,14 +106,36 @@ def tiles(rows: int, depth: int, columns: int, times: int = 24) -> None:
             by, name = by_dicp(fn, (x, weights[0]))
         compiled[name] = by.func
 
+    rates = rates_in_turn(list(compiled.values()), x, weights)
+    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in zip(compiled, rates, strict=True))
+    print(f"compiled {rows}x{depth}x{columns}: {figures}", flush=True)
+
+
+def pairs(rows: int, depth: int, columns: int, times: int = 24) -> None:
+    """GF/s in bf16 of a linear layer: compiled, without tiles of pairs and with them, and packed for oneDNN,
+    of `times` weights in turn."""
+    x = torch.randn(rows, depth).bfloat16()
+    weights = [torch.randn(columns, depth).bfloat16() for _ in range(times)]
+    packed = {w.data_ptr(): torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights}
+    torch._dynamo.reset()
+    with patch.object(matmul, "gemm_pairs", lambda label, node: None):
+        unpacked, _ = by_dicp(lambda x, w: F.linear(x, w), (x, weights[0]))
+    preferred, name = by_dicp(lambda x, w: F.linear(x, w), (x, weights[0]))
+    calls = [unpacked.func, preferred.func, lambda x, w: by_onednn(x, packed[w.data_ptr()])]
+    rates = rates_in_turn(calls, x, weights)
+    figures = ", ".join(f"{n} {rate:.0f}" for n, rate in zip(("oneDNN", name, "packed"), rates, strict=True))
+    print(f"bf16, compiled {rows}x{depth}x{columns}: {figures}", flush=True)
+
+
+def rates_in_turn(fns: Sequence[Callable[..., Tensor]], x: Tensor, weights: Sequence[Tensor]) -> list[float]:
+    """GF/s of each fn."""
+
     def each(fn: Callable[..., Tensor]) -> None:
         for w in weights:
             fn(x, w)
 
-    ms = alternating([functools.partial(each, fn) for fn in compiled.values()], 9)
-    rates = [2.0 * times * rows * depth * columns / t / 1e6 for t in ms]
-    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in zip(compiled, rates, strict=True))
-    print(f"compiled {rows}x{depth}x{columns}: {figures}", flush=True)
+    flops = 2.0 * len(weights) * x.numel() * weights[0].shape[0]
+    return [flops / ms / 1e6 for ms in alternating([functools.partial(each, fn) for fn in fns], 9)]
 
 
 def in_place(rows: int, depth: int, columns: int) -> None:
@@ -164,6 +186,7 @@ def main() -> None:
     for depth, columns in ((1024, 1024), (768, 3072), (2816, 1024)):
         for rows in (16, 32, 64, 128, 256, 1024):
             tiles(rows, depth, columns)
+            pairs(rows, depth, columns)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: MKL, oneDNN, dicp_cpu")
     for depth in (256, 1024, 1152, 2048, 2816):
         for rows in (16, 64, 256, 1024):
