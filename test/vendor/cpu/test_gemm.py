@@ -232,6 +232,7 @@ def test_many_rows_are_onednns_where_mkl_is_slow(
     monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
     x, w = torch.randn(rows, 600), torch.randn(300, 600)
     assert chosen(F.linear, x, w) == f"linear: {claim}"
+    assert chosen(lambda x, w: F.relu(F.linear(x, w)), x, w) == "linear: tiles"  # whose ReLU keeps NaN
     assert chosen(torch.mm, x, w.t().contiguous()) == "mm: tiles"
     monkeypatch.setattr(matmul, "MAPPED_ANEW", rows * 300 * 4)
     assert chosen(F.linear, x, w) == "linear: tiles"

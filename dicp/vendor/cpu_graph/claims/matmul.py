@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,12 @@ which allocates what it returns, spares: tiles write where results are kept."""
 def _by_onednn(node: fx.Node) -> bool:
     """Whether oneDNN is ahead of our tiles in float32: with rows of x enough, and a weight along depth."""
     at, x = operands_of(node), _left(node)
-    if at is None or is_batched(node) or not _onednn_serves(node):
+    if at is None or at.act not in ACTIVATIONS or is_batched(node) or not _onednn_serves(node):
         return False
     w = node.args[at.w].meta["val"]  # type: ignore[union-attr]
     as_rows = known_equal(w.stride(-1 if at.transposed else -2), 1) and known_equal(x.stride(-1), 1)
-    return as_rows and size_hint(x.numel() // x.shape[-1]) > TURNED_ROWS and not result_is_large(node)
+    rows = size_hint(math.prod(x.shape[:-1]))
+    return as_rows and rows > TURNED_ROWS and not result_is_large(node)
 
 
 def result_is_large(node: fx.Node) -> bool:
@@ -248,6 +250,14 @@ def baddbmm(node: fx.Node, config: Any) -> list[Claim]:
 def reads_weights(node: fx.Node) -> bool:
     """Whether a product has few rows and a weight that comes from memory."""
     return gemv("product", node) is not None and _from_memory(node)
+
+
+def turns_rows(node: fx.Node) -> bool:
+    """Whether tiles, which turn x, are ahead even of a packed weight: of rows that neither fill vectors badly
+    nor are many."""
+    rows = size_hint(math.prod(_left(node).shape[:-1]))
+    ours = prefers_tiles(node) or gemm_pairs("product", node) is not None
+    return 16 < rows <= TURNED_ROWS and ours and _from_memory(node)
 
 
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
