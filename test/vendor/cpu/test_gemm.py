@@ -147,6 +147,16 @@ def test_sizes_that_vary_are_served_by_one_program() -> None:
     assert [c.claim.name for c in only.program.library_calls] == ["linear: tiles"]
 
 
+@pytest.mark.parametrize("shape", [(40, 6000), (2, 20, 6000)])
+def test_few_rows_have_the_workspace_that_they_need(shape: tuple[int, ...]) -> None:
+    """Without it a product goes the way of many rows, and nothing but its time tells."""
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        torch.compile(F.linear, backend="dicp_cpu")(torch.randn(shape), torch.randn(300, 6000))
+    (call,) = seen[0].program.library_calls
+    assert call.outputs[-1].shape[0] >= 4 * 48 * 6000  # x, turned, its rows whole cache lines
+
+
 def test_rows_that_vary_go_both_ways() -> None:
     """The workspace is for any rows, and for any depth that is known."""
     w = torch.randn(257, 1300)

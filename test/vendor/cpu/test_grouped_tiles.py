@@ -166,3 +166,13 @@ def test_half_a_pair_is_left(dtype: torch.dtype, way: str) -> None:
     compiled = torch.compile(grouped_mm, backend="dicp_cpu", fullgraph=True)
     found = compiled(x, w, torch.tensor(CUTS["some"], dtype=torch.int32))
     assert close(found, exact, x, w, CUTS["some"])
+
+
+def test_groups_of_few_rows_have_the_workspace_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_tiles_ahead", lambda dtype: True)
+    seen: list[Compiled] = []
+    with observe(seen.append), torch.no_grad():
+        ends, w = torch.tensor([30, 40], dtype=torch.int32), torch.randn(2, 300, 6000).mT
+        torch.compile(grouped_mm, backend="dicp_cpu")(torch.randn(40, 6000), w, ends)
+    (call,) = seen[0].program.library_calls
+    assert call.outputs[-1].shape[0] >= 4 * 48 * 6000

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import known_equal
+from dicp.ir import index as ix
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import SPACE, space
@@ -98,14 +99,16 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     columns, depth = w.shape[-2:] if at.transposed else w.shape[:-3:-1]
     along_depth = w.strides[-1 if at.transposed else -2] == 1
     group, panel = LONG if x.strides[-1] == 1 else WIDE
-    rows = x.shape[-2] if len(x.shape) == len(w.shape) else group
+    grouped = len(w.shape) > len(x.shape)  # each group has some of the rows, or all
+    rows = x.shape[-2] if len(x.shape) == len(w.shape) else ix.product(x.shape[:-1])
     width, deep = (_whole(_most(n, tile)) for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
     lines = isinstance(columns, int) and columns % 16 == 0
     in_place = lines and len(w.shape) == 2 and x.buffer.dtype == torch.float32  # sums lie in the result
     floats = deep * width + _most(rows, ROW_TILE) * deep + (0 if in_place else _most(rows, group) * width)
     floats *= int(lowering.vendor.machine(lowering.config).threads)
     few = _few_rows(columns, depth)
-    if along_depth and isinstance(depth, int) and not (isinstance(rows, int) and rows > few):
+    may_be_few = grouped or not isinstance(rows, int) or rows <= few
+    if along_depth and isinstance(depth, int) and may_be_few:
         block = 0 if w.buffer.dtype == torch.float32 else PANEL * DEPTH_TILE
         floats = max(floats, _transposed(lowering, _most(rows, few), depth, block))
     return 4 * floats
