@@ -21,7 +21,9 @@ import dicp
 from dicp import compat
 from dicp.compiler import Compiled, observe
 from dicp.runtime.frozen import RESTLESS, Frozen
+from dicp.vendor.cpu_graph.claims import matmul
 from dicp.vendor.cpu_graph.claims.common import multiplies
+from dicp.vendor.cpu_graph.microkernels import available
 from dicp.vendor.cpu_graph.packing import pack
 
 FREEZE = {"freeze": True}
@@ -330,9 +332,9 @@ def test_packed_memory_goes() -> None:
     assert peak_after(60) - before < 60 << 10  # KiB; all of them would be 240 MiB
 
 
-@pytest.mark.parametrize("rows, packed", [(1, False), (64, False), (65, True)])
+@pytest.mark.parametrize("rows, packed", [(1, False), (64, True)])
 def test_few_rows_read_weights_as_they_are(rows: int, packed: bool) -> None:
-    """At memory speed, which packing would not raise, for twice the memory; or by tiles that turn x."""
+    """At memory speed, which packing would not raise, for twice the memory."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("oneDNN's formats")
     model, x = nn.Linear(512, 512).bfloat16().eval(), torch.randn(rows, 512).bfloat16()
@@ -343,6 +345,20 @@ def test_few_rows_read_weights_as_they_are(rows: int, packed: bool) -> None:
     assert verdict.ok, verdict
     # without instructions for bf16 our tiles read the weight as it is
     assert (graphs[0].folding is not None) is (packed and multiplies(torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows, packed", [(64, False), (65, True)])
+def test_float32_is_packed_where_tiles_are_behind(
+    rows: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not available(torch.float32):
+        pytest.skip("no tiles on this processor")
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: "amd")
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    model, graphs = nn.Linear(512, 512).eval(), []
+    with torch.no_grad(), observe(graphs.append):
+        torch.compile(model, backend="dicp_cpu", options=FREEZE)(torch.randn(rows, 512))
+    assert (graphs[0].folding is not None) is packed
 
 
 def test_large_results_are_written_where_results_are_kept() -> None:

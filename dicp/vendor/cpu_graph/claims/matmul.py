@@ -253,11 +253,10 @@ def reads_weights(node: fx.Node) -> bool:
 
 
 def turns_rows(node: fx.Node) -> bool:
-    """Whether tiles, which turn x, are ahead even of a packed weight: of rows that neither fill vectors badly
-    nor are many."""
+    """Whether tiles, which turn x, are ahead even of a packed weight: in float32, of rows that neither fill
+    vectors badly nor are many."""
     rows = size_hint(math.prod(_left(node).shape[:-1]))
-    ours = prefers_tiles(node) or gemm_pairs("product", node) is not None
-    return 16 < rows <= TURNED_ROWS and ours and _from_memory(node)
+    return 16 < rows <= TURNED_ROWS and prefers_tiles(node)
 
 
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
