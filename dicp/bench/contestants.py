@@ -87,7 +87,7 @@ _KNOWN = (
     ),
 )
 CONTESTANTS = {c.name: c for c in _KNOWN}
-# dicp_cpu's max-autotune, which measures candidates while it compiles and gains a few percent, is left out here.
+# dicp_cpu's max-autotune measures candidates while it compiles and gains a few percent: left out here.
 STANDARD = (
     "eager",
     "inductor",
