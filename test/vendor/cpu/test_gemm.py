@@ -103,6 +103,21 @@ def test_pairs_of_few_rows(rows: int, depth: int, columns: int) -> None:
 
 
 @pytest.mark.chosen
+@pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
+def test_pairs_of_a_weight_that_a_kernel_writes() -> None:
+    """In the order that the claim was made for, not row by row."""
+    x, w, s = (torch.randn(shape).bfloat16() for shape in ((32, 512), (600, 512), (600,)))
+    for fn, weight in (
+        (lambda x, w, s: x @ (w.t() * s), w),
+        (lambda x, w, s: x @ w.t().to(x.dtype), w.float()),
+        (lambda x, w, s: F.linear(x, (w.t() + 1).t(), s), w),
+        (lambda x, w, s: F.linear(x, w.t().contiguous().t(), s), w),
+    ):
+        torch._dynamo.reset()
+        check(fn, x, weight, s, claim=("tiles of pairs", "BLAS", "oneDNN"))
+
+
+@pytest.mark.chosen
 @pytest.mark.parametrize(
     "fn, sizes",
     [

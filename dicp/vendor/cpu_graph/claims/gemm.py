@@ -81,7 +81,11 @@ def gemm_pairs(label: str, node: fx.Node) -> Claim | None:
 
 
 def _prepare_pairs(lowering: Any, args: Sequence[Any], at: Operands) -> Sequence[Any]:
-    """Rows of x that start with a pair."""
+    """Rows of x that start with a pair, and a weight along the depth, also where a kernel writes it."""
+    order = (0, 1) if at.transposed else (1, 0)
+    args = list(args)
+    w = lowering.operand(args[at.w], order=order)
+    args[at.w] = w if w.strides[order[-1]] == 1 else lowering.in_order(args[at.w], order)
     prepared = list(prepare(lowering, args, at))
     if not all(isinstance(s, int) and s % 2 == 0 for s in prepared[at.x].strides[:-1]):
         prepared[at.x] = lowering.operand(args[at.x], dense=True)

@@ -34,9 +34,10 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
   // depths that vary have memory for the other way only
   bool serves(const Workspace& space, int64_t threads) const {
     const bool fits = floats_of_x() + threads * floats() <= space.floats;
+    const bool in_reach = g.w[2] < 1 << 22;  // oneDNN steps over 128 columns by 32 bits of bytes
     const bool whole = !pairs || (g.x[2] == 1 && g.x[1] % 2 == 0 && g.depth % 2 == 0);
     const int64_t few = least(few_rows(g.columns, g.depth), pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
-    return g.batch == 1 && g.w[1] == 1 && whole && g.rows && g.rows <= few && fits;
+    return g.batch == 1 && g.w[1] == 1 && in_reach && whole && g.rows && g.rows <= few && fits;
   }
   int64_t floats_of_x() const { return g.depth / in_word * width; }
   int64_t floats() const {  // of a thread: sums [PANEL][width], rows of results, a block of w
@@ -105,13 +106,15 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
   }
 };
 
-// By pairs of bf16. Returns not 0 where memory is short or the micro-kernels raised.
+// By pairs of bf16. Returns not 0 where memory is short, the operands lie otherwise, or the micro-kernels raised.
 template <Activation act, class T, class S>
 int32_t gemm_pairs(const T* x, const T* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
                    Workspace space) {
   const Product& g = *(const Product*)sizes;
   const Transposed<act, T, T, S, T> few(g, x, w, {scale, bias, other}, y);
-  return few.run(space, worth_threads(g) ? space.threads : 1);
+  const int64_t threads = worth_threads(g) ? space.threads : 1;
+  if (!g.rows) return 0;
+  return few.serves(space, threads) ? few.run(space, threads) : 1;
 }
 
 }  // namespace dicp
