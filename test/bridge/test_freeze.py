@@ -21,9 +21,7 @@ import dicp
 from dicp import compat
 from dicp.compiler import Compiled, observe
 from dicp.runtime.frozen import RESTLESS, Frozen
-from dicp.vendor.cpu_graph.claims import matmul
 from dicp.vendor.cpu_graph.claims.common import multiplies
-from dicp.vendor.cpu_graph.microkernels import available
 from dicp.vendor.cpu_graph.packing import pack
 
 FREEZE = {"freeze": True}
@@ -347,25 +345,11 @@ def test_few_rows_read_weights_as_they_are(rows: int, packed: bool) -> None:
     assert (graphs[0].folding is not None) is (packed and multiplies(torch.bfloat16))
 
 
-@pytest.mark.parametrize("rows, packed", [(64, False), (65, True)])
-def test_float32_is_packed_where_tiles_are_behind(
-    rows: int, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not available(torch.float32):
-        pytest.skip("no tiles on this processor")
-    monkeypatch.setattr(matmul, "cpu_maker", lambda: "amd")
-    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
-    model, graphs = nn.Linear(512, 512).eval(), []
-    with torch.no_grad(), observe(graphs.append):
-        torch.compile(model, backend="dicp_cpu", options=FREEZE)(torch.randn(rows, 512))
-    assert (graphs[0].folding is not None) is packed
-
-
 def test_large_results_are_written_where_results_are_kept() -> None:
     """oneDNN would return memory of its own for a packed weight, mapped anew in each call."""
     packed = {}
     for columns in (512, 1 << 17):
-        model, x = nn.Linear(128, columns).eval(), torch.randn(65, 128)
+        model, x = nn.Linear(128, columns).eval(), torch.randn(64, 128)
         graphs: list[Compiled] = []
         with torch.no_grad(), observe(graphs.append):
             got = torch.compile(model, backend="dicp_cpu", options=FREEZE)(x)

@@ -24,7 +24,6 @@ from dicp.vendor.cpu_graph.claims.matmul import (
     prefers_tiles,
     reads_weights,
     result_is_large,
-    turns_rows,
 )
 
 FEW_ROWS = 16
@@ -67,7 +66,7 @@ def packs(node: fx.Node) -> str | None:
         return None
     if node.target is torch.ops.dicp.linear.default:
         rows = math.prod(size_hint(n) for n in x.shape[:-1])
-        few = reads_weights(node) or turns_rows(node) or w.dtype == torch.float32 and rows < FEW_ROWS
+        few = reads_weights(node) or w.dtype == torch.float32 and rows < FEW_ROWS
         as_it_is = few or not prefers_onednn(node) or result_is_large(node) and prefers_tiles(node)
         return None if as_it_is else repr(("linear", rows))
     if w.dim() != 4:

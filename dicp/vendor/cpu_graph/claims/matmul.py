@@ -252,13 +252,6 @@ def reads_weights(node: fx.Node) -> bool:
     return gemv("product", node) is not None and _from_memory(node)
 
 
-def turns_rows(node: fx.Node) -> bool:
-    """Whether tiles, which turn x, are ahead even of a packed weight: in float32, of rows that neither fill
-    vectors badly nor are many."""
-    rows = size_hint(math.prod(_left(node).shape[:-1]))
-    return 16 < rows <= TURNED_ROWS and prefers_tiles(node)
-
-
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
     """For BLAS: what has to be written for the call lies in the order that it was traced in, so that what is
     computed from a weight is written as the weight lies, not transposed; what is in memory stays as it is."""
