@@ -52,6 +52,11 @@ def multiplies(dtype: torch.dtype) -> bool:
     return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, asked)())
 
 
+def whole_lines(n: int) -> int:
+    """Floats of whole cache lines that hold n."""
+    return -(-n // 16) * 16
+
+
 def dtype_of(x: Any) -> torch.dtype | None:
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
     return val.dtype if isinstance(val, torch.Tensor) else None

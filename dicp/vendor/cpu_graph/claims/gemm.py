@@ -14,7 +14,7 @@ from dicp.compat import known_equal
 from dicp.ir import index as ix
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import SPACE, space
+from dicp.vendor.cpu_graph.claims.common import SPACE, space, whole_lines
 from dicp.vendor.cpu_graph.claims.operands import (
     PARAMETERS,
     Operands,
@@ -105,7 +105,7 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     group, panel = LONG if x.strides[-1] == 1 else WIDE
     grouped = len(w.shape) > len(x.shape)  # each group has some of the rows, or all
     rows = x.shape[-2] if len(x.shape) == len(w.shape) else ix.product(x.shape[:-1])
-    width, deep = (_whole(_most(n, tile)) for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
+    width, deep = (whole_lines(_most(n, tile)) for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
     lines = isinstance(columns, int) and columns % 16 == 0
     in_place = lines and len(w.shape) == 2 and x.buffer.dtype == torch.float32  # sums lie in the result
     floats = deep * width + _most(rows, ROW_TILE) * deep + (0 if in_place else _most(rows, group) * width)
@@ -120,7 +120,7 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
 
 def _transposed(lowering: Any, rows: int, depth: int, block: int = 0) -> int:
     """Floats of dicp_gemm_transposed.h: x, and for each thread sums, rows of results, a block of w."""
-    width = max(_whole(rows), 2 * STRIP)
+    width = max(whole_lines(rows), 2 * STRIP)
     threads = int(lowering.vendor.machine(lowering.config).threads)
     return depth * width + threads * (PANEL * width + STRIP * PANEL + block)
 
@@ -130,11 +130,6 @@ def _few_rows(columns: Any, depth: Any) -> int:
     if not isinstance(columns, int) or not isinstance(depth, int):
         return FEW_ROWS
     return min(FEW_ROWS, columns * depth // (2 * (columns + depth) + 1))
-
-
-def _whole(n: int) -> int:
-    """Floats of whole cache lines."""
-    return -(-n // 16) * 16
 
 
 def _most(size: Any, tile: int) -> int:

@@ -15,7 +15,7 @@ from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import images
-from dicp.vendor.cpu_graph.claims.common import SPACE, space
+from dicp.vendor.cpu_graph.claims.common import SPACE, space, whole_lines
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
@@ -149,7 +149,7 @@ def _bands(node: fx.Node, threads: int) -> Bands:
         return int((rows - 1) * stride + taps)
 
     wide = max(width + pad, (columns - 1) * stride + taps)
-    chunk = min(CHUNK_TALL if wide * tall(rows) * CHUNK > BAND else CHUNK, _padded(hidden))
+    chunk = min(CHUNK_TALL if wide * tall(rows) * CHUNK > BAND else CHUNK, whole_lines(hidden))
     fits = BAND // (chunk * wide)
     most = 1 if fits < taps + stride else (fits - taps) // stride + 1
     parts = -(-rows // most) if most < rows else 1
@@ -157,10 +157,10 @@ def _bands(node: fx.Node, threads: int) -> Bands:
         parts = min(rows, -(-threads // max(batch, 1)))
     of_band, count = -(-rows // parts), 1
     if -(-rows // of_band) == 1:
-        count = max(min(fits // tall(rows), BAND // (rows * columns * _padded(results))), 1)
+        count = max(min(fits // tall(rows), BAND // (rows * columns * whole_lines(results))), 1)
         count = count if batch is None else min(count, -(-batch // threads))
     chunks = -(-hidden // chunk)
-    return Bands(chunk, chunks, _padded(results), wide, max(count, 1), of_band, tall(of_band))
+    return Bands(chunk, chunks, whole_lines(results), wide, max(count, 1), of_band, tall(of_band))
 
 
 def _middle(image: Any, weight: Any, stride: Sequence[int], padding: Sequence[int]) -> tuple[Any, Any]:
@@ -177,10 +177,6 @@ def _is_pointwise(node: fx.Node) -> bool:
     a: Any = node.args
     ones = (*a[_W1].meta["val"].shape[2:], *a[_STRIDE1])
     return all(n == 1 for n in ones) and not any(a[_PADDING1])
-
-
-def _padded(n: int) -> int:
-    return -(-n // 16) * 16
 
 
 def _even(n: int) -> int:

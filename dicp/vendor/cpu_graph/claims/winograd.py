@@ -15,7 +15,7 @@ from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import rectified
-from dicp.vendor.cpu_graph.claims.common import SPACE, argument, aten, onednn_has, space
+from dicp.vendor.cpu_graph.claims.common import SPACE, argument, aten, onednn_has, space, whole_lines
 from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
@@ -245,7 +245,7 @@ def _places(dtype: torch.dtype) -> int:
 
 def _spread(tiles: int, channels: int) -> tuple[int, int]:
     """Elements of a place of spread tiles, and of one of the zeros."""
-    row = -(-channels // 16) * 16 + 16
+    row = whole_lines(channels) + 16
     return tiles * row + 16, row
 
 
