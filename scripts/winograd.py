@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import time
 from collections.abc import Callable
 
@@ -41,11 +42,12 @@ Call = Callable[..., None]
 
 def templates(dtype: torch.dtype) -> tuple[Call, Call]:
     """convolve(x, weight, y, flipped), gradient(x, grad, dw)"""
-    name, _, source = winograd.unit(dtype, dtype, "none")
+    name, _, source = winograd.unit(dtype, dtype)
     library = build([Unit("winograd", source), Unit("gradient", winograd.WINDOW_UNIT)], Config.make())
     pointer = ctypes.c_void_p
     place = (pointer, ctypes.c_int64, ctypes.c_int64)
-    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 6, ctypes.c_bool, *place, pointer)
+    limits = (ctypes.c_float, ctypes.c_float)
+    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 6, ctypes.c_bool, *limits, *place, pointer)
     by = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 4, *place, pointer)
     threads = torch.get_num_threads()
     space = torch.empty(32 << 20, dtype=torch.uint8)
@@ -64,7 +66,7 @@ def templates(dtype: torch.dtype) -> tuple[Call, Call]:
     def convolve(x: Tensor, weight: Tensor, y: Tensor, flipped: bool = False) -> None:
         sizes = numbers(x, y, (weight.transpose(0, 1) if flipped else weight).stride())
         given = (x.data_ptr(), weight.data_ptr(), None, None, y.data_ptr(), ctypes.addressof(sizes))
-        code = forward(*given, flipped, *room(), ctypes.addressof(finite))
+        code = forward(*given, flipped, -math.inf, math.inf, *room(), ctypes.addressof(finite))
         assert code == 0 and finite.value
 
     def gradient(x: Tensor, grad: Tensor, dw: Tensor) -> None:

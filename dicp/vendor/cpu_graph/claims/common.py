@@ -34,6 +34,16 @@ RECTIFIERS: dict[str, tuple[str, tuple[float, ...]]] = {
 nothing can be NaN (rectified.py); else a kernel does them, in place on the library's result."""
 
 
+_INFINITE = "__builtin_inff()"
+LIMITS = {"none": (f"-{_INFINITE}", _INFINITE), "relu": ("0.0f", _INFINITE), "relu6": ("0.0f", "6.0f")}
+"""What our templates do by limits that they are given: one function serves all three."""
+
+
+def activation_of(act: str) -> tuple[str, tuple[str, str]]:
+    """The word of a template's Activation (include/dicp_product.h), and its limits."""
+    return ("limited", LIMITS[act]) if act in LIMITS else (act, LIMITS["none"])
+
+
 def onednn_has(dtype: torch.dtype | None) -> bool:
     """Whether the calls of oneDNN that torch exports take this dtype on this processor."""
     if dtype == torch.bfloat16:

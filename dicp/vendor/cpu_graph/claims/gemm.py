@@ -14,7 +14,7 @@ from dicp.compat import known_equal
 from dicp.ir import index as ix
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import SPACE, space, whole_lines
+from dicp.vendor.cpu_graph.claims.common import SPACE, activation_of, space, whole_lines
 from dicp.vendor.cpu_graph.claims.operands import (
     PARAMETERS,
     Operands,
@@ -38,7 +38,7 @@ _SOURCE = """\
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
-  return {function}<{act}>(x, w, scale, bias, other, y, sizes, {{space, bytes, threads}});
+  return {function}<{act}>(x, w, scale, bias, other, y, sizes, {{low, high}}, {{space, bytes, threads}});
 }}
 """
 
@@ -138,12 +138,12 @@ def _most(size: Any, tile: int) -> int:
 
 def _emit(writer: Any, call: Call, at: Operands, function: str) -> None:
     g = given(call, at)
-    words = g.kinds()
-    name = f"{function}_{'_'.join(dict.fromkeys(words.values()))}_{at.act}"
+    words, (act, _) = g.kinds(), activation_of(at.act)
+    name = f"{function}_{'_'.join(dict.fromkeys(words.values()))}_{act}"
     parameters = f"{PARAMETERS.format(**words)}, {SPACE}"
-    source = _SOURCE.format(name=name, parameters=parameters, function=function, act=at.act.upper())
+    source = _SOURCE.format(name=name, parameters=parameters, function=function, act=act.upper())
     template = str(writer.template(name, parameters, source))
-    writer.call(call, template, [*arguments(writer, g), *space(writer, call)])
+    writer.call(call, template, [*arguments(writer, g, at.act), *space(writer, call)])
 
 
 __all__ = ["gemm", "gemm_pairs", "pairs_workspace", "workspace"]

@@ -13,6 +13,7 @@ import torch.fx as fx
 from dicp.compat import known_equal, known_true, size_hint
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
+from dicp.vendor.cpu_graph.claims.common import activation_of
 from dicp.vendor.cpu_graph.claims.operands import (
     PARAMETERS,
     Operands,
@@ -38,7 +39,7 @@ _SOURCE = """\
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
-  return gemv<{rows}, {across}, {act}>(x, w, scale, bias, other, y, sizes);
+  return gemv<{rows}, {across}, {act}>(x, w, scale, bias, other, y, sizes, {{low, high}});
 }}
 """
 
@@ -116,16 +117,17 @@ def _emit(writer: Any, call: Call, at: Operands) -> None:
     """The call; into memory that it allocates where another claim's call would."""
     g = given(call, at)
     words, known = g.kinds(), g.rows if isinstance(g.rows, int) else 0
-    name = f"gemv{known}_{'_'.join(dict.fromkeys(words.values()))}_{at.act}{'_across' if g.across else ''}"
+    act, _ = activation_of(at.act)
+    name = f"gemv{known}_{'_'.join(dict.fromkeys(words.values()))}_{act}{'_across' if g.across else ''}"
     parameters = PARAMETERS.format(**words)
     source = _SOURCE.format(
-        name=name, parameters=parameters, rows=known, across=str(g.across).lower(), act=at.act.upper()
+        name=name, parameters=parameters, rows=known, across=str(g.across).lower(), act=act.upper()
     )
     function = str(writer.template(name, parameters, source))
     if call.claim is None or call.claim.out:
-        writer.call(call, function, arguments(writer, g))
+        writer.call(call, function, arguments(writer, g, at.act))
     else:
-        writer.call_into(call, function, lambda result: arguments(writer, g, result))
+        writer.call_into(call, function, lambda result: arguments(writer, g, at.act, result))
 
 
 __all__ = ["FEW_ROWS", "gemv", "gemv_or", "seems_few"]

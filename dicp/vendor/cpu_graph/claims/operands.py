@@ -12,7 +12,7 @@ import torch.fx as fx
 from dicp.compat import known_equal
 from dicp.ir import index as ix
 from dicp.schedule.defs import Call, View
-from dicp.vendor.cpu_graph.claims.common import FLOATS, argument, aten, dtype_of
+from dicp.vendor.cpu_graph.claims.common import FLOATS, activation_of, argument, aten, dtype_of
 from dicp.vendor.cpu_graph.expression import STORAGE
 
 
@@ -159,15 +159,16 @@ def given(call: Call, at: Operands) -> Given:
 
 PARAMETERS = (
     "const {T}* x, const {W}* w, const {S}* scale, const {T}* bias, const {T}* other, {T}* y, "
-    "const int64_t* sizes"
+    "const int64_t* sizes, float low, float high"
 )
 
 
-def arguments(writer: Any, g: Given, result: str | None = None) -> list[str]:
+def arguments(writer: Any, g: Given, act: str, result: str | None = None) -> list[str]:
     """In the order of PARAMETERS. result: the pointer of y's memory, where that is not planned."""
     sizes, _ = writer.ints(g.sizes())
     pointers = [writer.pointer_to(v) for v in (g.x, g.w, g.scale, g.bias, g.other)]
-    return [*pointers, writer.pointer(g.y) if result is None else result, sizes]
+    _, limits = activation_of(act)
+    return [*pointers, writer.pointer(g.y) if result is None else result, sizes, *limits]
 
 
 __all__ = [

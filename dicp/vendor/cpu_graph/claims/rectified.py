@@ -16,10 +16,10 @@ import torch.fx as fx
 
 from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
-from dicp.vendor.cpu_graph.claims.common import onednn_has
+from dicp.vendor.cpu_graph.claims.common import LIMITS, onednn_has
 from dicp.vendor.cpu_graph.expression import STORAGE
 
-TOPS = {"relu": "__builtin_inff()", "relu6": "6.0f"}
+TOPS = {act: LIMITS[act][1] for act in ("relu", "relu6")}
 """The activations, and what their results are at most."""
 
 _UNKNOWN = "__builtin_inff()"

@@ -15,7 +15,7 @@ from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import images
-from dicp.vendor.cpu_graph.claims.common import SPACE, space, whole_lines
+from dicp.vendor.cpu_graph.claims.common import SPACE, activation_of, space, whole_lines
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
 
@@ -44,7 +44,7 @@ _SOURCE = """\
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
-  return separable<{types}>(x, w1, b1, w2, b2, w3, b3, other, y, sizes, {{space, bytes, threads}});
+  return separable<{types}>(x, w1, b1, w2, b2, w3, b3, other, y, sizes, {limits}, {{space, bytes, threads}});
 }}
 """
 
@@ -213,10 +213,12 @@ def _emit(w: Any, c: Call) -> None:
     sizes, _ = w.ints([*x.shape, *first, *second, *y.shape[1:], *lie])
     word = STORAGE[out.dtype]
     acts = (a[_ACT1], a[_ACT2])
+    of_acts = [activation_of(act) for act in acts]
     name = f"separable_{word}_{taps}_{'_'.join(acts)}"
     parameters = _PARAMETERS.format(T=word)
-    types = ", ".join((word, str(taps), *(act.upper() for act in acts)))
-    source = _SOURCE.format(name=name, parameters=parameters, types=types)
+    types = ", ".join((word, str(taps), *(name.upper() for name, _ in of_acts)))
+    limits = ", ".join(f"{{{low}, {high}}}" for _, (low, high) in of_acts)
+    source = _SOURCE.format(name=name, parameters=parameters, types=types, limits=limits)
     given = [w.pointer_to(a[k]) for k in (_X, _W1, _B1, _W2, _B2, _W3, _B3, _OTHER)]
     w.call(c, w.template(name, parameters, source), [*given, w.pointer(out), sizes, *space(w, c)])
 

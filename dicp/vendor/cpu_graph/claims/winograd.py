@@ -15,7 +15,7 @@ from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import rectified
-from dicp.vendor.cpu_graph.claims.common import SPACE, argument, aten, onednn_has, space, whole_lines
+from dicp.vendor.cpu_graph.claims.common import LIMITS, SPACE, argument, aten, onednn_has, space, whole_lines
 from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
@@ -29,7 +29,6 @@ of a slice, FEW_RESULTS and TILES_AT_ONCE."""
 TILE = {torch.float32: 2, torch.bfloat16: 4}
 """Rows and columns of results that are one tile, N of the header: as many as do not show in results of a
 dtype."""
-ACTIVATIONS = ("none", "relu", "relu6")
 
 FEW_CHANNELS, FEW_TILES = 16, 4
 FEW_TILES_OF_CONSTANT = {torch.float32: 32, torch.bfloat16: 16}
@@ -44,24 +43,25 @@ BYTE_OPERATIONS = {torch.float32: 7.0, torch.bfloat16: 14.0}
 
 _PARAMETERS = (
     "const {x}* x, const {x}* w, const {bias}* bias, const {x}* other, {x}* y, "
-    f"const int64_t* sizes, bool flipped, {SPACE}, bool* finite"
+    f"const int64_t* sizes, bool flipped, float low, float high, {SPACE}, bool* finite"
 )
 _UNIT = """\
 #include "dicp_winograd.h"
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
-  return winograd<{tile}, {act}>(x, w, bias, other, y, sizes, flipped, {{space, bytes, threads}}, finite);
+  const Workspace own{{space, bytes, threads}};
+  return winograd<{tile}>(x, w, bias, other, y, sizes, flipped, {{low, high}}, own, finite);
 }}
 """
 
 
-def unit(dtype: torch.dtype, bias: torch.dtype, act: str) -> tuple[str, str, str]:
+def unit(dtype: torch.dtype, bias: torch.dtype) -> tuple[str, str, str]:
     """Name, parameters and source of the function for images of a dtype."""
     words = {"x": STORAGE[dtype], "bias": STORAGE[bias]}
-    name = f"winograd_{'_'.join(dict.fromkeys(words.values()))}_{act}"
+    name = f"winograd_{'_'.join(dict.fromkeys(words.values()))}"
     parameters = _PARAMETERS.format(**words)
-    source = _UNIT.format(name=name, parameters=parameters, tile=TILE[dtype], act=act.upper())
+    source = _UNIT.format(name=name, parameters=parameters, tile=TILE[dtype])
     return name, parameters, source
 
 
@@ -103,7 +103,7 @@ def window_of(node: fx.Node) -> Window | None:
     a: Any = node.args
     if node.target is torch.ops.dicp.conv.default:
         image, weight, result, how = a[0], a[1], node.meta["val"], (*a[4:7], a[7])
-        plain = argument(node, 8, "act", "none") in ACTIVATIONS
+        plain = argument(node, 8, "act", "none") in LIMITS
     elif node.target is aten.convolution_backward.default:
         image, weight, result, how = a[0], a[2], a[1].meta["val"], (*a[4:7], a[9])
         plain = not a[7] and (a[10][0] or weight.meta["val"].dtype == torch.float32)
@@ -327,11 +327,13 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, act: str, fli
         + [s for v in (x, y, other) for s in pitch(v)]
         + list(strides)
     )
-    name = w.template(*unit(out.dtype, out.dtype if bias is None else bias.buffer.dtype, act))
+    # norms that are folded have a float32 bias, also in bf16, and convolutions beside them none: one unit
+    name = w.template(*unit(out.dtype, torch.float32 if bias is None else bias.buffer.dtype))
     finite = w.fresh("finite")
     w.lines.append(f"bool {finite} = true;")
-    pointers = [w.pointer_to(v) for v in (x, weight, bias, other)]
-    w.call(c, name, [*pointers, w.pointer(out), sizes, str(flipped).lower(), *space(w, c), f"&{finite}"])
+    tensors = [*(w.pointer_to(v) for v in (x, weight, bias, other)), w.pointer(out)]
+    how = [sizes, str(flipped).lower(), *LIMITS[act]]
+    w.call(c, name, [*tensors, *how, *space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")
     return y
 

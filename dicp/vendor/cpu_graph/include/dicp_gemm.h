@@ -53,13 +53,12 @@ template <Activation act, class T, class W, class S> struct GemmTile {
           if constexpr (same<T, float>)
             if (in_place) to = y + row * g.y[1] + column, step = g.y[1];
           multiply(x + batch * g.x[0] + row * g.x[1] + k * g.x[2], m, n, some, to, step, k > 0);
-          if (k + some == g.depth && !(in_place && is_final()))
+          if (k + some == g.depth && !(in_place && e.template leaves_sums<act>()))
             for (int64_t i = 0; i < m; ++i) finish<act>(to + i * step, n, g, e, batch, row + i, column, y);
         }
       }
     }
   }
-  DICP_INLINE bool is_final() const { return act == NONE && !e.scale && !e.bias && !e.other; }
 
   // sums [m, n], `step` from row to row, (+)= some of the depth of m rows of x, from `left` on, times the block
   DICP_INLINE void multiply(const T* left, int64_t m, int64_t n, int64_t some, float* to, int64_t step, bool add) {
@@ -73,11 +72,12 @@ template <Activation act, class T, class W, class S> struct GemmTile {
 // scale, bias and other may be null. Returns not 0 where memory is short or the micro-kernels raised.
 template <Activation act, class T, class W, class S>
 int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
-             Workspace space) {
+             Limits limits, Workspace space) {
   const Product& g = *(const Product*)sizes;
-  const GemmTile<act, T, W, S> like(g, x, w, {scale, bias, other}, y);
+  const Epilogue<T, S> e{scale, bias, other, limits};
+  const GemmTile<act, T, W, S> like(g, x, w, e, y);
   const int64_t threads = worth_threads(g) ? space.threads : 1;
-  const Transposed<act, T, W, S> few(g, x, w, {scale, bias, other}, y);
+  const Transposed<act, T, W, S> few(g, x, w, e, y);
   if (few.serves(space, threads)) return few.run(space, threads);
   float* const memory = space.take(threads * like.floats());
   if (!memory) return 1;

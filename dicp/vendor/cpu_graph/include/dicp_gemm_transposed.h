@@ -68,8 +68,8 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
     }
     for (int64_t row = 0; row < g.rows; row += STRIP) {
       const int64_t m = least(g.rows - row, STRIP);
-      if constexpr (same<T, float> && act == NONE)
-        if (!e.scale && !e.bias && !e.other) {
+      if constexpr (same<T, float>)
+        if (e.template leaves_sums<act>()) {
           bring(sums + row, 1, width, m, n, y + row * g.y[1] + column, g.y[1]);
           continue;
         }
@@ -109,9 +109,9 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
 // By pairs of bf16. Returns not 0 where memory is short, the operands lie otherwise, or the micro-kernels raised.
 template <Activation act, class T, class S>
 int32_t gemm_pairs(const T* x, const T* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
-                   Workspace space) {
+                   Limits limits, Workspace space) {
   const Product& g = *(const Product*)sizes;
-  const Transposed<act, T, T, S, T> few(g, x, w, {scale, bias, other}, y);
+  const Transposed<act, T, T, S, T> few(g, x, w, {scale, bias, other, limits}, y);
   const int64_t threads = worth_threads(g) ? space.threads : 1;
   if (!g.rows) return 0;
   return few.serves(space, threads) ? few.run(space, threads) : 1;

@@ -166,9 +166,10 @@ DICP_INLINE void gemv_columns(const Product& g, const T* x, const W* w, Epilogue
 
 // rows: their number where it is known, else 0; across: W's columns are y's. scale, bias and other may be null.
 template <int rows, bool across, Activation act, class T, class W, class S>
-int32_t gemv(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes) {
+int32_t gemv(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
+             Limits limits) {
   const Product& g = *(const Product*)sizes;
-  const Epilogue<T, S> e{scale, bias, other};
+  const Epilogue<T, S> e{scale, bias, other, limits};
   if constexpr (across) gemv_columns<rows, act>(g, x, w, e, y);
   else gemv_rows<rows, act>(g, x, w, e, y);
   return 0;

@@ -36,7 +36,7 @@ template <Shared shared, class T, class W, class I>
 int32_t grouped_tiles(const T* x, const W* w, const I* offsets, T* y, const int64_t* sizes, int64_t groups,
                       Workspace space) {
   return each_group<shared>(x, w, offsets, y, sizes, groups, [&](const Product& g, const T* left, const W* right, T* to) {
-    return gemm<NONE, T, W, float>(left, right, nullptr, nullptr, nullptr, to, (const int64_t*)&g, space);
+    return gemm<LIMITED, T, W, float>(left, right, nullptr, nullptr, nullptr, to, (const int64_t*)&g, UNLIMITED, space);
   });
 }
 
@@ -62,7 +62,7 @@ template <Shared shared, class T, class I>
 int32_t grouped_pairs(const T* x, const T* w, const I* offsets, T* y, const int64_t* sizes, int64_t groups,
                       int32_t dtype, Workspace space) {
   return each_group<shared>(x, w, offsets, y, sizes, groups, [&](const Product& g, const T* left, const T* right, T* to) {
-    const Transposed<NONE, T, T, float, T> few(g, left, right, {nullptr, nullptr, nullptr}, to);
+    const Transposed<LIMITED, T, T, float, T> few(g, left, right, {}, to);
     const int64_t threads = worth_threads(g) ? space.threads : 1;
     return few.serves(space, threads) ? few.run(space, threads) : product_by_aten(g, left, right, to, dtype);
   });

@@ -16,21 +16,28 @@ DICP_INLINE bool worth_threads(const Product& g) {
   return g.batch * g.rows * g.columns * g.depth > SMALL_PRODUCT;
 }
 
-enum Activation { NONE, RELU, RELU6, SIGMOID, TANH, SILU, GELU, GELU_TANH };
-template <Activation act> DICP_INLINE vf32 activate(vf32 x) {
-  if constexpr (act == RELU) return maximum(x, splat<vf32>(0.0f));
-  else if constexpr (act == RELU6) return minimum(maximum(x, splat<vf32>(0.0f)), splat<vf32>(6.0f));
+// LIMITED: none, ReLU or ReLU6, by limits that are given, so that one function serves all three. Others have none.
+enum Activation { LIMITED, SIGMOID, TANH, SILU, GELU, GELU_TANH };
+struct Limits { float low, high; };
+constexpr Limits UNLIMITED{-__builtin_inff(), __builtin_inff()};
+DICP_INLINE bool is_limited(Limits by) { return by.low > UNLIMITED.low || by.high < UNLIMITED.high; }
+
+template <Activation act> DICP_INLINE vf32 activate(vf32 x, Limits by) {
+  if constexpr (act == LIMITED) return minimum(maximum(x, splat<vf32>(by.low)), splat<vf32>(by.high));
   else if constexpr (act == SIGMOID) return sigmoid(x);
   else if constexpr (act == TANH) return tanh(x);
   else if constexpr (act == SILU) return x / (1.0f + exp(-x));
   else if constexpr (act == GELU) return 0.5f * x * (1.0f + erf(x * 0.70710678f));
-  else if constexpr (act == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
-  else return x;
+  else return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-template <class T, class S> struct Epilogue {  // each may be null
-  const S* scale;
-  const T *bias, *other;
+template <class T, class S> struct Epilogue {
+  const S* scale = nullptr;
+  const T *bias = nullptr, *other = nullptr;
+  Limits limits = UNLIMITED;
+  template <Activation act> DICP_INLINE bool leaves_sums() const {
+    return act == LIMITED && !is_limited(limits) && !scale && !bias && !other;
+  }
 };
 
 // n columns, from `column`, of a row of sums to y
@@ -46,7 +53,7 @@ DICP_INLINE void finish(const float* sums, int64_t n, const Product& g, const Ep
     if (scale && g.scale[1]) v = v * load(scale + c, lanes);
     else if (scale) v = v * (float)decode_one(*scale);
     if (bias) v = v + load(bias + c, lanes);
-    v = activate<act>(v);
+    v = activate<act>(v, e.limits);
     if (other) v = v + load(other + c, lanes);
     store(y + c, v, lanes);
   });

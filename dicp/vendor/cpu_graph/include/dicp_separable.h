@@ -111,7 +111,8 @@ template <class T, int taps> struct SeparableWeights {
 // the first begins; row, next, step: elements from row to row of it, from window to window, and from pixel to pixel,
 // of y as well.
 template <int taps, int count, Activation act, class T>
-DICP_INLINE void slide(const T* x, int64_t row, int64_t next, int64_t step, const float* w, const float* bias, T* y) {
+DICP_INLINE void slide(const T* x, int64_t row, int64_t next, int64_t step, const float* w, const float* bias, Limits by,
+                       T* y) {
   vf32 sum[count];
 #pragma GCC unroll 8
   for (int k = 0; k < count; ++k) sum[k] = load(bias, Full());
@@ -127,7 +128,7 @@ DICP_INLINE void slide(const T* x, int64_t row, int64_t next, int64_t step, cons
         sum[k] = fma(cast<vf32>(load(x + r * row + k * next + s * step, Full())), weight[s], sum[k]);
   }
 #pragma GCC unroll 8
-  for (int k = 0; k < count; ++k) store(y + k * step, activate<act>(sum[k]), Full());
+  for (int k = 0; k < count; ++k) store(y + k * step, activate<act>(sum[k], by), Full());
 }
 
 // The workspace of one thread, and its work on one band.
@@ -136,6 +137,7 @@ template <class T, int taps, Activation first, Activation second> struct Separab
   const Bands<taps>& cut;
   const SeparableWeights<T, taps>& weights;
   const T *x, *w1;
+  Limits of_first, of_second;
   bool finite = true;            // all weights that meet zeros outside of images
   T *middle, *slid, *gathered;   // [images][tall(rows)][wide][chunk], [PIXELS][chunk], [PIXELS][depth]
   float *tile, *sums;            // [PIXELS][chunk], [images][rows][columns][results]
@@ -269,7 +271,7 @@ template <class T, int taps, Activation first, Activation second> struct Separab
     each_pixel(row, column, m, [&](int64_t k, int64_t row, int64_t column) INLINE {
       T* const at = pixel(i, row, column + g.border[1]);
       for (int64_t v = 0; v < channels_of(c); v += LANES)
-        store(at + v, activate<first>(load(tile + k * cut.chunk + v, Full()) + load(bias + v, Full())), Full());
+        store(at + v, activate<first>(load(tile + k * cut.chunk + v, Full()) + load(bias + v, Full()), of_first), Full());
     });
   }
 
@@ -284,10 +286,10 @@ template <class T, int taps, Activation first, Activation second> struct Separab
       int64_t j = 0;
       for (; !finite && j < n; ++j) slide_inside(from + j * next, row, column + j, w, bias, y + j * chunk);
       for (; j < n && n < NEIGHBOURS; ++j)
-        slide<taps, 1, second>(from + j * next, line, next, chunk, w, bias, y + j * chunk);
+        slide<taps, 1, second>(from + j * next, line, next, chunk, w, bias, of_second, y + j * chunk);
       for (; j < n; j += NEIGHBOURS) {
         j = least(j, n - NEIGHBOURS);  // at the end some of them again
-        slide<taps, NEIGHBOURS, second>(from + j * next, line, next, chunk, w, bias, y + j * chunk);
+        slide<taps, NEIGHBOURS, second>(from + j * next, line, next, chunk, w, bias, of_second, y + j * chunk);
       }
     }
   }
@@ -301,7 +303,7 @@ template <class T, int taps, Activation first, Activation second> struct Separab
         const vf32 pixel = cast<vf32>(load(from + (r * cut.wide + s) * cut.chunk, Full()));
         sum = fma(pixel, load(w + (r * taps + s) * cut.chunk, Full()), sum);
       }
-    store(y, activate<second>(sum), Full());
+    store(y, activate<second>(sum, of_second), Full());
   }
 
   // sums of m pixels (+)= what chunk c adds to them
@@ -325,11 +327,11 @@ template <class T, int taps, Activation first, Activation second> struct Separab
 // Biases and other may be null. Returns not 0 where memory is short or the micro-kernels raised.
 template <class T, int taps, Activation first, Activation second>
 int32_t separable(const T* x, const T* w1, const float* b1, const T* w2, const float* b2, const T* w3, const float* b3,
-                  const T* other, T* y, const int64_t* sizes, Workspace space) {
+                  const T* other, T* y, const int64_t* sizes, Limits of_first, Limits of_second, Workspace space) {
   const Separable& g = *(const Separable*)sizes;
   const Bands<taps> cut(g, space.threads);
   SeparableWeights<T, taps> weights(g, cut);
-  const SeparableTile<T, taps, first, second> like{g, cut, weights, x, w1};
+  const SeparableTile<T, taps, first, second> like{g, cut, weights, x, w1, of_first, of_second};
   float* const of_weights = space.take(weights.floats());
   float* const memory = space.take(space.threads * like.floats());
   if (!memory) return 1;

@@ -216,8 +216,8 @@ template <int N, class T> struct WinogradTiles {
   }
 
   // m -> results [k, k + n) of tiles [first, first + count)
-  template <Activation act, class S>
-  void collect(int64_t first, int64_t count, int64_t k, int64_t n, const S* bias, const T* other, T* y) {
+  template <class S>
+  void collect(int64_t first, int64_t count, int64_t k, int64_t n, const S* bias, const T* other, Limits limits, T* y) {
     for (int64_t t = 0; t < count; ++t) {
       const Place p = place(first + t);
       T* const to = y + p.image * a.y[0] + p.row * a.y[1] + p.column * a.y[2] + k;
@@ -246,7 +246,7 @@ template <int N, class T> struct WinogradTiles {
             if (i >= height || j >= width) continue;
             vf32 value = r[j] + shift;
             if (more) value = value + load(more + i * a.other[1] + j * a.other[2] + c, lanes);
-            store(to + i * a.y[1] + j * a.y[2] + c, activate<act>(value), lanes);
+            store(to + i * a.y[1] + j * a.y[2] + c, activate<LIMITED>(value, limits), lanes);
           }
         }
       });
@@ -270,9 +270,9 @@ static_assert(CHUNK <= DEPTH<2> && CHUNK <= DEPTH<4>, "sums are of CHUNK channel
 template <int N> constexpr int64_t TILES_AT_ONCE = N == 2 ? 288 : 128;
 template <int N> constexpr int64_t FEW_RESULTS = N == 2 ? 64 : 32;
 
-template <int N, Activation act, class T, class S>
+template <int N, class T, class S>
 inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* other, T* y, const Winograd& a, bool flipped,
-                            Workspace space) {
+                            Limits limits, Workspace space) {
   using Tiles = WinogradTiles<N, T>;
   const int64_t each = (a.results + space.threads - 1) / space.threads;  // results a thread
   const int64_t block = least((each + LANES - 1) / LANES * LANES, FEW_RESULTS<N>), apart = CHUNK * block + GAP;
@@ -302,7 +302,7 @@ inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* othe
             product(tile.tiles, n, some, tile.v + i * tile.plane + c, tile.lead, u + i * apart, n,
                     tile.m + i * tile.plane_m, tile.lead_m, c > 0);
         }
-        tile.template collect<act>(0, tile.tiles, k, n, bias, other, y);
+        tile.collect(0, tile.tiles, k, n, bias, other, limits, y);
       } catch (...) {
         failed = 1;
       }
@@ -312,18 +312,18 @@ inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* othe
   return failed | broken << 1;
 }
 
-// y = act(conv(x, w) + bias + other); bias and other may be null. *finite: whether all was; else y is not to be used.
+// y = conv(x, w) + bias + other, within limits; bias and other may be null. *finite: whether all was; else y is not to be used.
 // Returns not 0 where memory is short or the micro-kernels raised.
-template <int N, Activation act, class T, class S>
+template <int N, class T, class S>
 inline int32_t winograd(const T* x, const T* w, const S* bias, const T* other, T* y, const int64_t* sizes, bool flipped,
-                        Workspace space, bool* finite) {
+                        Limits limits, Workspace space, bool* finite) {
   using Tiles = WinogradTiles<N, T>;
   const Winograd& a = *(const Winograd*)sizes;
   const int64_t tiles = Tiles(a).tiles;
   if (!tiles) return 0;
   // blocks of tiles for more threads than have results of their own
   if (tiles <= TILES_AT_ONCE<N> && a.results >= space.threads * LANES) {
-    const int32_t code = winograd_few<N, act>(x, w, bias, other, y, a, flipped, space);
+    const int32_t code = winograd_few<N>(x, w, bias, other, y, a, flipped, limits, space);
     *finite = !(code & 2);
     return code & 1;
   }
@@ -370,7 +370,7 @@ inline int32_t winograd(const T* x, const T* w, const S* bias, const T* other, T
             for (int64_t k = from; k < to && k < end; k += RESULT_BLOCK) {
               const int64_t n = least(end - k, RESULT_BLOCK);
               tile.multiply(count, n, weights + k / RESULT_BLOCK * per_block);
-              tile.template collect<act>(first, count, k, n, bias, other, y);
+              tile.collect(first, count, k, n, bias, other, limits, y);
             }
           } catch (...) {
             failed = 1;
