@@ -43,7 +43,8 @@ Call = Callable[..., None]
 def templates(dtype: torch.dtype) -> tuple[Call, Call]:
     """convolve(x, weight, y, flipped), gradient(x, grad, dw)"""
     name, _, source = winograd.unit(dtype, dtype)
-    library = build([Unit("winograd", source), Unit("gradient", winograd.WINDOW_UNIT)], Config.make())
+    sources = {"winograd": source, "gradient": winograd.WINDOW_UNIT}
+    library = build([Unit(k, text, effort="light") for k, text in sources.items()], Config.make())
     pointer = ctypes.c_void_p
     place = (pointer, ctypes.c_int64, ctypes.c_int64)
     limits = (ctypes.c_float, ctypes.c_float)

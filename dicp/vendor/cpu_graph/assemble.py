@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dicp.runtime.failure import check_failure
@@ -35,14 +35,14 @@ def begin(lowered: Lowered, config: Any) -> Iterator[Build]:
     launcher.start()
     try:
         with Build(config) as build:
-            build.begin(_units(_templates(calls)))
+            build.begin(list(_templates(calls).values()))
             yield build
     finally:
         launcher.join()
 
 
-def _templates(calls: Sequence[Call]) -> dict[str, str]:
-    """Sources by function of the templates that calls are of, whatever their memory will be. Of calls that
+def _templates(calls: Sequence[Call]) -> dict[str, Unit]:
+    """By function the templates that calls are of, whatever their memory will be. Of calls that
     look alike the first speaks for all: what it does not name, `finish` builds."""
     writer = SegmentWriter("unplanned", Plan(), {}, ())
     seen: set[str] = set()
@@ -67,10 +67,6 @@ def _likeness(call: Call) -> str:
     return repr((call.claim.name, call.node.target, of((call.args, call.kwargs))))
 
 
-def _units(templates: Mapping[str, str]) -> list[Unit]:
-    return [Unit(name, text) for name, text in templates.items()]
-
-
 def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, ToolchainError, NoCompileError."""
     lanes = toolchain.lanes(config)
@@ -81,16 +77,16 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
         if isinstance(step, Segment)
     ]
     n_checks = len(program.lowered.checks)
-    templates = {name: text for _, writer in writers for name, text in writer.templates.items()}
-    units = _units(templates) + units
+    templates = {name: unit for _, writer in writers for name, unit in writer.templates.items()}
+    units = [*templates.values(), *units]
     if writers:
         lines = tuple(dict.fromkeys(line for step, _ in writers for line in _lines(step)))
         source = unit_source([writer for _, writer in writers], n_checks)
-        units.append(Unit(f"{program.name}_segments", source, lines, optimise=False))
+        units.append(Unit(f"{program.name}_segments", source, lines, effort="none"))
     program.sources = {f"{u.name}.cpp": u.source for u in units}
     build: Build = program.begun
     build.submit([u for u in units if u.name in templates])  # those that take longest first
-    build.submit([u for u in units if not u.optimise])
+    build.submit([u for u in units if u.effort == "none"])
     library = build.finish(units)
     natives = {step.number: _native(writer, library, program, units[-1], config) for step, writer in writers}
     runner = Runner(program, natives)

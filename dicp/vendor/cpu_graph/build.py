@@ -33,7 +33,7 @@ from dicp.runtime.cache import Reservation, Store, open_store
 from dicp.runtime.entry import Key, content_hash
 from dicp.runtime.workers import worker_count
 from dicp.vendor.cpu_graph import toolchain
-from dicp.vendor.cpu_graph.toolchain import Flags, Toolchain
+from dicp.vendor.cpu_graph.toolchain import EFFORTS, Effort, Flags, Toolchain
 
 log = logging.getLogger("dicp.build")
 
@@ -48,13 +48,12 @@ _WITHOUT_SLP = "-fno-tree-slp-vectorize"
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One C++ translation unit; `user_lines` are the model's lines it came from, for errors. optimise:
-    false for code without loops, which is built in a tenth of the time."""
+    """One C++ translation unit; `user_lines` are the model's lines it came from, for errors."""
 
     name: str
     source: str
     user_lines: tuple[str, ...] = ()
-    optimise: bool = True
+    effort: Effort = "full"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +107,8 @@ class Build:
         self.tools, self.reason = toolchain.find(config, self.store.folder())
         identities = compilers(self.tools, self.store)
         self.variants = {
-            optimise: [(identity, toolchain.flags(config, identity, optimise)) for identity in identities]
-            for optimise in (True, False)
+            effort: [(identity, toolchain.flags(config, identity, effort)) for identity in identities]
+            for effort in EFFORTS
         }
         self.workers = worker_count(override=config.workers)
         # one worker takes a thread too: there no KeyboardInterrupt falls between starting a process and
@@ -183,7 +182,7 @@ class Build:
         """Of the distinct units that are neither found nor taken; none where nothing may be compiled."""
         for unit in units:
             if unit.source not in self.plans:
-                plan = self.plans[unit.source] = _plan(unit, self.variants[unit.optimise])
+                plan = self.plans[unit.source] = _plan(unit, self.variants[unit.effort])
                 if (found := _cached(plan, self.store)) is not None:
                     self.found[unit.source] = found
         if self.tools is None or self.config.no_compile:

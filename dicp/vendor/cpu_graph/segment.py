@@ -19,7 +19,9 @@ from dicp.ir.index import Index
 from dicp.schedule.defs import Buffer, Call, View, operands, views
 from dicp.schedule.kernels import Item, Launch
 from dicp.vendor.cpu_graph import codegen
+from dicp.vendor.cpu_graph.build import Unit
 from dicp.vendor.cpu_graph.expression import STORAGE, index_text
+from dicp.vendor.cpu_graph.toolchain import Effort
 
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 DTYPE_CODES = {
@@ -79,7 +81,7 @@ class SegmentWriter:
         self.arguments: list[str] = []  # buffers whose address the caller passes, in order
         self.declared: set[str] = set()
         self.kernels: dict[str, str] = {}  # function of another unit -> its parameters, in order of first use
-        self.templates: dict[str, str] = {}  # of these, the ones that claims brought -> source of their unit
+        self.templates: dict[str, Unit] = {}  # of these, the ones that claims brought
         self.calls: list[Call] = []  # by the number that a failed one returns
         self.kept: list[str] = []  # library results that outlive the segment, in slot order
         self.slots = 0  # words of the caller's for kept results, or for the operands of a failed call
@@ -252,10 +254,10 @@ class SegmentWriter:
                 f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) return {-number};"
             )
 
-    def template(self, function: str, parameters: str, source: str) -> str:
+    def template(self, function: str, parameters: str, source: str, effort: Effort = "full") -> str:
         """A function of the vendor's own that `call` may name; source: its unit, which exports it."""
         self.kernels[function] = parameters
-        self.templates[function] = source
+        self.templates[function] = Unit(function, source, effort=effort)
         return function
 
     @property

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Literal, get_args
 
 from dicp.config import Config
 from dicp.errors import OptionError, ToolchainError
@@ -32,6 +33,18 @@ INSTALL = (
     "install one (apt-get install g++ | dnf install gcc-c++ | conda install cxx-compiler), "
     "or set DICP_CXX to a C++17 compiler"
 )
+Effort = Literal["full", "light", "none"]
+"""How much the compiler optimises: all it can; what code of whole vectors needs whose loops are unrolled by
+its own word, in two thirds of the time (for g++: what clang makes of that was not measured); or nothing, for
+code without loops, where optimising takes longer than it can save."""
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+# Without -fpeel-loops, g++ leaves loops as they are that `#pragma GCC unroll` is before: UNet took 460 ms for
+# 280. Interleaved stores (rotary embeddings: 0.6 of the speed), attention and products of few rows need more.
+_LEVELS: dict[Effort, tuple[str, ...]] = {
+    "full": ("-O3",),
+    "light": ("-O1", "-fpeel-loops"),
+    "none": ("-O0",),
+}
 _COMMON = ("-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden")
 # no -ffast-math: it breaks inf and NaN; errno and FP traps nobody reads; integers wrap as in torch
 _MATH = ("-fno-math-errno", "-fno-trapping-math", "-fwrapv")
@@ -221,14 +234,13 @@ def lanes(config: Config) -> int:
     return LANES[host_isa(config)]
 
 
-def flags(config: Config, identity: str = "", optimise: bool = True) -> Flags:
-    """Arguments for one unit, without source and output; `identity` tells clang from gcc. Without `optimise`
-    for code that has no loops, where optimising takes longer than it can save."""
+def flags(config: Config, identity: str = "", effort: Effort = "full") -> Flags:
+    """Arguments for one unit, without source and output; `identity` tells clang from gcc."""
     isa = host_isa(config)
     contract = "off" if config.numerics == "eager" else "fast"
-    # -O2 compiles Winograd's template in 0.6 of the time and leaves its loops as they are: UNet took 460 ms
-    # for 280.
-    code = ["-O3" if optimise else "-O0", *_COMMON, *_MATH, *_QUIET]
+    clang = "clang" in identity
+    level = _LEVELS["full" if clang and effort == "light" else effort]
+    code = [*level, *_COMMON, *_MATH, *_QUIET]
     code += [f"-ffp-contract={contract}", f"-DDICP_LANES={LANES[isa]}"]
     if isa != "portable":
         code += _AVX2
@@ -237,7 +249,7 @@ def flags(config: Config, identity: str = "", optimise: bool = True) -> Flags:
         code += [
             flag for word, flag in _AVX512_EXTRA.items() if word in cpu_flags() and _knows(flag, identity)
         ]
-    return Flags(isa, tuple(code), _link_flags("clang" in identity))
+    return Flags(isa, tuple(code), _link_flags(clang))
 
 
 def _knows(flag: str, identity: str) -> bool:

@@ -142,7 +142,7 @@ def _emit(writer: Any, call: Call, at: Operands, function: str) -> None:
     name = f"{function}_{'_'.join(dict.fromkeys(words.values()))}_{act}"
     parameters = f"{PARAMETERS.format(**words)}, {SPACE}"
     source = _SOURCE.format(name=name, parameters=parameters, function=function, act=act.upper())
-    template = str(writer.template(name, parameters, source))
+    template = str(writer.template(name, parameters, source, "light"))
     writer.call(call, template, [*arguments(writer, g, at.act), *space(writer, call)])
 
 

@@ -190,7 +190,7 @@ def _emit_product(way: str, writer: Any, call: Call, product: _Product, y: Buffe
     name = "_".join(["grouped", shared.lower(), way, *dict.fromkeys(kinds.values())])
     parameters = _PARAMETERS.format(**kinds, more=more)
     source = _SOURCE.format(name=name, parameters=parameters, way=way, shared=shared, more=given)
-    function = writer.template(name, parameters, source)
+    function = writer.template(name, parameters, source, "light")
     pointers = [*(writer.pointer_to(v) for v in (x, w, offsets)), writer.pointer(y)]
     writer.call(call, function, [*pointers, sizes, writer.text(groups), *words])
 

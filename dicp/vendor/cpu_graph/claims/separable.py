@@ -220,7 +220,7 @@ def _emit(w: Any, c: Call) -> None:
     limits = ", ".join(f"{{{low}, {high}}}" for _, (low, high) in of_acts)
     source = _SOURCE.format(name=name, parameters=parameters, types=types, limits=limits)
     given = [w.pointer_to(a[k]) for k in (_X, _W1, _B1, _W2, _B2, _W3, _B3, _OTHER)]
-    w.call(c, w.template(name, parameters, source), [*given, w.pointer(out), sizes, *space(w, c)])
+    w.call(c, w.template(name, parameters, source, "light"), [*given, w.pointer(out), sizes, *space(w, c)])
 
 
 __all__ = ["gain", "separable", "supports"]

@@ -304,7 +304,7 @@ def _emit_weight(w: Any, c: Call) -> None:
     sizes, _ = w.ints(
         [*x.shape, *grad.shape[1:], padding[0], padding[-1], *pitch(x), *pitch(grad), 0, 0, 0, *out.strides]
     )
-    name = w.template("winograd_gradient", _WINDOW_PARAMETERS, WINDOW_UNIT)
+    name = w.template("winograd_gradient", _WINDOW_PARAMETERS, WINDOW_UNIT, "light")
     finite = w.fresh("finite")
     w.lines.append(f"bool {finite} = true;")
     pointers = [w.pointer_to(x), w.pointer_to(grad), w.pointer(out)]
@@ -328,7 +328,8 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, act: str, fli
         + list(strides)
     )
     # norms that are folded have a float32 bias, also in bf16, and convolutions beside them none: one unit
-    name = w.template(*unit(out.dtype, torch.float32 if bias is None else bias.buffer.dtype))
+    name, parameters, source = unit(out.dtype, torch.float32 if bias is None else bias.buffer.dtype)
+    name = w.template(name, parameters, source, "light")
     finite = w.fresh("finite")
     w.lines.append(f"bool {finite} = true;")
     tensors = [*(w.pointer_to(v) for v in (x, weight, bias, other)), w.pointer(out)]
