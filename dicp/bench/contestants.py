@@ -65,6 +65,7 @@ def _first_calls_freezing(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Inductor's tuned products for CPUs are for constant weights, so they come with freezing where weights are.
+# dicp's max-autotune does as well: each in its best configuration.
 _TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 _GRAPHS = {"triton.cudagraphs": True}  # what mode="reduce-overhead" sets
 _KNOWN = (
@@ -74,7 +75,9 @@ _KNOWN = (
     Contestant("inductor-max-autotune", "inductor", {**_TUNED, "freezing": True}, _TUNED),
     Contestant("dicp_cpu", "dicp_cpu"),
     Contestant("dicp_cpu-freeze", "dicp_cpu", {"freeze": True}, None),
-    Contestant("dicp_cpu-max-autotune", "dicp_cpu", {"max_autotune": True}, {"max_autotune": True}),
+    Contestant(
+        "dicp_cpu-max-autotune", "dicp_cpu", {"max_autotune": True, "freeze": True}, {"max_autotune": True}
+    ),
     Contestant("inductor-graphs", "inductor", _GRAPHS, _GRAPHS),
     Contestant("inductor-graphs-max-autotune", "inductor", {**_GRAPHS, **_TUNED}, {**_GRAPHS, **_TUNED}),
     Contestant("dicp_cuda", "dicp_cuda"),
@@ -87,7 +90,6 @@ _KNOWN = (
     ),
 )
 CONTESTANTS = {c.name: c for c in _KNOWN}
-# dicp_cpu's max-autotune measures candidates while it compiles and gains a few percent: left out here.
 STANDARD = (
     "eager",
     "inductor",
@@ -95,6 +97,7 @@ STANDARD = (
     "inductor-max-autotune",
     "dicp_cpu",
     "dicp_cpu-freeze",
+    "dicp_cpu-max-autotune",
 )
 ON_GPU = ("eager", "inductor", "inductor-graphs", "dicp_cuda", "dicp_cuda-graphs")
 

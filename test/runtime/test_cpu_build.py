@@ -137,6 +137,16 @@ def test_flags_never_break_inf_and_nan(config: Config) -> None:
     assert fn((ctypes.c_int64 * 1)(ctypes.addressof(cell))) == 1
 
 
+def test_units_are_optimised_as_much_as_they_ask_for() -> None:
+    def level(identity: str, effort: toolchain.Effort) -> list[str]:
+        code = toolchain.flags(Config(), identity, effort).code
+        return [flag for flag in code if flag.startswith("-O") or flag == "-fpeel-loops"]
+
+    gcc = [level("g++ 12.2.0 | x86_64", effort) for effort in toolchain.EFFORTS]
+    assert gcc == [["-O3"], ["-O1", "-fpeel-loops"], ["-O0"]]
+    assert [level("clang version 16.0.6 | x86_64", effort) for effort in toolchain.EFFORTS] == [["-O3"], ["-O3"], ["-O0"]]
+
+
 @pytest.mark.skipif(toolchain.host_isa(Config()) == "portable", reason="torch exports no 4-lane SLEEF")
 def test_torch_symbols_and_one_openmp_pool(tmp_path: Path) -> None:
     """In a fresh process, so that nothing but torch and the unit has been loaded."""

@@ -43,10 +43,10 @@ def test_what_begins_is_what_the_program_calls(
         begun.update(u.source for u in units)
         begin(self, units)
 
-    def called(self: SegmentWriter, function: str, parameters: str, source: str) -> str:
+    def called(self: SegmentWriter, function: str, parameters: str, source: str, *effort: Any) -> str:
         if self.name != "unplanned":
             needed.add(source)
-        return template(self, function, parameters, source)
+        return template(self, function, parameters, source, *effort)
 
     monkeypatch.setattr(Build, "begin", noting)
     monkeypatch.setattr(SegmentWriter, "template", called)

@@ -52,6 +52,21 @@ def test_sizes_and_tails(rows: int, depth: int, columns: int, dtype: torch.dtype
     check(F.linear, x, w)
 
 
+@torch.no_grad()
+def test_one_unit_serves_no_activation_and_relu() -> None:
+    first, second = torch.randn(96, 140), torch.randn(130, 96)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.relu(F.linear(x, first)), second)
+
+    seen: list[Compiled] = []
+    x = torch.randn(70, 140)
+    with observe(seen.append):
+        got = torch.compile(fn, backend="dicp_cpu")(x)
+    assert [name for name in seen[0].program.sources if "gemm" in name] == ["gemm_float_limited.cpp"]
+    torch.testing.assert_close(got, fn(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operands_may_lie_anywhere(dtype: torch.dtype) -> None:
     x, w = torch.randn(301, 140, dtype=dtype), torch.randn(301, 517, dtype=dtype)

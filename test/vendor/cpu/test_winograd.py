@@ -106,6 +106,23 @@ def test_values(freeze: bool, dtype: torch.dtype) -> None:
         assert got.stride() == eager.stride()
 
 
+@torch.no_grad()
+def test_one_unit_serves_no_activation_and_those_that_are_limits() -> None:
+    convs = [conv_of(16, 16, 1) for _ in ACTIVATIONS]
+    x = image((1, 16, 12, 12))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        for conv, act in zip(convs, ACTIVATIONS.values(), strict=True):
+            x = act(conv(x))
+        return x
+
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        got = torch.compile(fn, backend="dicp_cpu")(x)
+    assert [name for name in seen[0].program.sources if "winograd" in name] == ["winograd_float.cpp"]
+    torch.testing.assert_close(got, fn(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("freeze", [False, True])

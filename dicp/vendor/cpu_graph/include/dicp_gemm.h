@@ -76,7 +76,7 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
   const Product& g = *(const Product*)sizes;
   const Epilogue<T, S> e{scale, bias, other, limits};
   const GemmTile<act, T, W, S> like(g, x, w, e, y);
-  const int64_t threads = worth_threads(g) ? space.threads : 1;
+  const int64_t threads = threads_for(g, space.threads);
   const Transposed<act, T, W, S> few(g, x, w, e, y);
   if (few.serves(space, threads)) return few.run(space, threads);
   float* const memory = space.take(threads * like.floats());

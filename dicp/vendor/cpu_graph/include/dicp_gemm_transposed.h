@@ -112,7 +112,7 @@ int32_t gemm_pairs(const T* x, const T* w, const S* scale, const T* bias, const 
                    Limits limits, Workspace space) {
   const Product& g = *(const Product*)sizes;
   const Transposed<act, T, T, S, T> few(g, x, w, {scale, bias, other, limits}, y);
-  const int64_t threads = worth_threads(g) ? space.threads : 1;
+  const int64_t threads = threads_for(g, space.threads);
   if (!g.rows) return 0;
   return few.serves(space, threads) ? few.run(space, threads) : 1;
 }

@@ -91,7 +91,7 @@ template <int n> constexpr int first_of(isa::Seq<n>) { return n; }
 
 // Into how many parts the columns are cut, so that each thread has one.
 DICP_INLINE int64_t shares_of(const Product& g) {
-  const int64_t threads = worth_threads(g) ? omp_get_max_threads() : 1;
+  const int64_t threads = threads_for(g, omp_get_max_threads());
   return g.batch >= 4 * threads ? 1 : threads;
 }
 

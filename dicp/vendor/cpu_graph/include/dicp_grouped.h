@@ -63,7 +63,7 @@ int32_t grouped_pairs(const T* x, const T* w, const I* offsets, T* y, const int6
                       int32_t dtype, Workspace space) {
   return each_group<shared>(x, w, offsets, y, sizes, groups, [&](const Product& g, const T* left, const T* right, T* to) {
     const Transposed<LIMITED, T, T, float, T> few(g, left, right, {}, to);
-    const int64_t threads = worth_threads(g) ? space.threads : 1;
+    const int64_t threads = threads_for(g, space.threads);
     return few.serves(space, threads) ? few.run(space, threads) : product_by_aten(g, left, right, to, dtype);
   });
 }

@@ -15,6 +15,7 @@ constexpr int64_t SMALL_PRODUCT = 1 << 16;  // multiply-adds that are not worth 
 DICP_INLINE bool worth_threads(const Product& g) {
   return g.batch * g.rows * g.columns * g.depth > SMALL_PRODUCT;
 }
+DICP_INLINE int64_t threads_for(const Product& g, int64_t threads) { return worth_threads(g) ? threads : 1; }
 
 // LIMITED: none, ReLU or ReLU6, by limits that are given, so that one function serves all three. Others have none.
 enum Activation { LIMITED, SIGMOID, TANH, SILU, GELU, GELU_TANH };

@@ -143,22 +143,22 @@ template <int N, class T> struct WinogradTiles {
   T* zeros;                                   // [channels]
   vf32 poison = splat<vf32>(0.0f);            // 0 as long as all was finite
 
-  // all tiles at a time
-  explicit WinogradTiles(const Winograd& of) : a(of) {
+  // all tiles at a time, and so many results
+  explicit WinogradTiles(const Winograd& of, int64_t results = RESULT_BLOCK) : a(of) {
     down = (a.rows + N - 1) / N, across = (a.columns + N - 1) / N, tiles = a.batch * down * across;
-    lay_out(tiles);
+    lay_out(tiles, results);
   }
   // groups: blocks of results that are there at a time
   WinogradTiles(const Winograd& of, int64_t groups, int64_t threads) : WinogradTiles(of) {
     int64_t some = least(tiles, TILE_BLOCK);
     while (some > 16 && (tiles + some - 1) / some * groups < 2 * threads) some = (some + 1) / 2;
-    lay_out(some);
+    lay_out(some, RESULT_BLOCK);
   }
-  void lay_out(int64_t of_block) {
+  void lay_out(int64_t of_block, int64_t results) {
     block = of_block;
     // planes are an odd number of cache lines apart: powers of two would share few sets of the cache
     lead = (a.channels + 15) / 16 * 16 + 16, plane = (block * lead / 16 | 1) * 16;
-    lead_m = RESULT_BLOCK, plane_m = block * lead_m + 16;
+    lead_m = results, plane_m = block * lead_m + 16;
   }
   int64_t floats_v() const { return PLACES * plane; }
   int64_t floats_m() const { return PLACES * plane_m + lead; }  // and the zeros
@@ -276,7 +276,7 @@ inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* othe
   using Tiles = WinogradTiles<N, T>;
   const int64_t each = (a.results + space.threads - 1) / space.threads;  // results a thread
   const int64_t block = least((each + LANES - 1) / LANES * LANES, FEW_RESULTS<N>), apart = CHUNK * block + GAP;
-  Tiles like(a);
+  const Tiles like(a, block);
   float* const v = space.take(like.floats_v());
   const int64_t own = (Tiles::PLACES * apart + 15) / 16 * 16 + like.floats_m();
   float* const memory = space.take(space.threads * own);
