@@ -42,13 +42,13 @@ Call = Callable[..., None]
 
 def templates(dtype: torch.dtype) -> tuple[Call, Call]:
     """convolve(x, weight, y, flipped), gradient(x, grad, dw)"""
-    name, _, source = winograd.unit(dtype, dtype)
+    name, _, source = winograd.unit(dtype)
     sources = {"winograd": source, "gradient": winograd.WINDOW_UNIT}
     library = build([Unit(k, text, effort="light") for k, text in sources.items()], Config.make())
     pointer = ctypes.c_void_p
     place = (pointer, ctypes.c_int64, ctypes.c_int64)
     limits = (ctypes.c_float, ctypes.c_float)
-    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 6, ctypes.c_bool, *limits, *place, pointer)
+    of = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 7, ctypes.c_bool, *limits, *place, pointer)
     by = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 4, *place, pointer)
     threads = torch.get_num_threads()
     space = torch.empty(32 << 20, dtype=torch.uint8)
@@ -66,7 +66,7 @@ def templates(dtype: torch.dtype) -> tuple[Call, Call]:
 
     def convolve(x: Tensor, weight: Tensor, y: Tensor, flipped: bool = False) -> None:
         sizes = numbers(x, y, (weight.transpose(0, 1) if flipped else weight).stride())
-        given = (x.data_ptr(), weight.data_ptr(), None, None, y.data_ptr(), ctypes.addressof(sizes))
+        given = (x.data_ptr(), weight.data_ptr(), None, None, None, y.data_ptr(), ctypes.addressof(sizes))
         code = forward(*given, flipped, -math.inf, math.inf, *room(), ctypes.addressof(finite))
         assert code == 0 and finite.value
 

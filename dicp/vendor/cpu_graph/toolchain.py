@@ -35,14 +35,15 @@ INSTALL = (
 )
 Effort = Literal["full", "light", "none"]
 """How much the compiler optimises: all it can; what code of whole vectors needs whose loops are unrolled by
-its own word, in two thirds of the time (for g++: what clang makes of that was not measured); or nothing, for
+its own word, in about half of the time (for g++: what clang makes of that was not measured); or nothing, for
 code without loops, where optimising takes longer than it can save."""
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 # Without -fpeel-loops, g++ leaves loops as they are that `#pragma GCC unroll` is before: UNet took 460 ms for
-# 280. Interleaved stores (rotary embeddings: 0.6 of the speed), attention and products of few rows need more.
+# 280; without -fexpensive-optimizations it contracts nothing. Generated kernels (interleaved stores of rotary
+# embeddings, pools), attention, products of few rows and depthwise gradients are slower with so little.
 _LEVELS: dict[Effort, tuple[str, ...]] = {
     "full": ("-O3",),
-    "light": ("-O1", "-fpeel-loops"),
+    "light": ("-O1", "-fpeel-loops", "-fexpensive-optimizations"),
     "none": ("-O0",),
 }
 _COMMON = ("-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden")

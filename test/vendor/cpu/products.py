@@ -14,6 +14,7 @@ Fn = Callable[..., torch.Tensor]
 
 ACTIVATIONS: dict[str, Fn] = {
     "relu": F.relu,
+    "relu6": F.relu6,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,

@@ -234,6 +234,20 @@ def test_a_bias_of_another_dtype() -> None:
     torch.testing.assert_close(run(x), layers(x), rtol=3e-2, atol=3e-2, equal_nan=True)
 
 
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="no bf16 of oneDNN here")
+@torch.no_grad()
+def test_one_unit_serves_all_biases() -> None:
+    """In bf16: that of a folded norm, one of the images' dtype, none."""
+    folded = torch.nn.Sequential(conv_of(16, 24, 1, bias=False), torch.nn.BatchNorm2d(24))
+    folded[1].running_mean.normal_()
+    layers = torch.nn.Sequential(folded, conv_of(24, 16, 1), conv_of(16, 16, 1, bias=False)).eval().bfloat16()
+    x, seen = image((2, 16, 12, 12)).bfloat16(), []
+    with observe(seen.append):
+        got = torch.compile(layers, backend="dicp_cpu")(x)
+    assert [name for name in seen[0].program.sources if "winograd" in name] == ["winograd_bf16.cpp"]
+    close(got, layers(x), layers.double()(x.double()))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["even", "odd sizes", "wide padding", "several blocks", "many tiles"])
 def test_gradients(name: str, dtype: torch.dtype) -> None:

@@ -42,7 +42,7 @@ BYTE_OPERATIONS = {torch.float32: 7.0, torch.bfloat16: 14.0}
 """Operations of a convolution in the time that the layout pass counts for moving one byte."""
 
 _PARAMETERS = (
-    "const {x}* x, const {x}* w, const {bias}* bias, const {x}* other, {x}* y, "
+    "const {x}* x, const {x}* w, const {x}* bias, const float* wide, const {x}* other, {x}* y, "
     f"const int64_t* sizes, bool flipped, float low, float high, {SPACE}, bool* finite"
 )
 _UNIT = """\
@@ -51,18 +51,16 @@ using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
   const Workspace own{{space, bytes, threads}};
-  return winograd<{tile}>(x, w, bias, other, y, sizes, flipped, {{low, high}}, own, finite);
+  return winograd<{tile}, {x}>(x, w, {{bias, wide, other, {{low, high}}}}, y, sizes, flipped, own, finite);
 }}
 """
 
 
-def unit(dtype: torch.dtype, bias: torch.dtype) -> tuple[str, str, str]:
+def unit(dtype: torch.dtype) -> tuple[str, str, str]:
     """Name, parameters and source of the function for images of a dtype."""
-    words = {"x": STORAGE[dtype], "bias": STORAGE[bias]}
-    name = f"winograd_{'_'.join(dict.fromkeys(words.values()))}"
-    parameters = _PARAMETERS.format(**words)
-    source = _UNIT.format(name=name, parameters=parameters, tile=TILE[dtype])
-    return name, parameters, source
+    word = STORAGE[dtype]
+    name, parameters = f"winograd_{word}", _PARAMETERS.format(x=word)
+    return name, parameters, _UNIT.format(name=name, parameters=parameters, tile=TILE[dtype], x=word)
 
 
 _WINDOW_PARAMETERS = (
@@ -262,7 +260,7 @@ def _bytes_of_few(dtype: torch.dtype, channels: int, tiles: int, threads: int) -
     """All tiles; for each thread their products with a block of results, a chunk of weights."""
     places, (spread, zeros) = _places(dtype), _spread(tiles, channels)
     weights = places * (CHUNK * FEW_RESULTS[dtype] + GAP)
-    own = weights + 16 + places * (tiles * BLOCK + 16) + zeros
+    own = weights + 16 + places * (tiles * FEW_RESULTS[dtype] + 16) + zeros
     return 4 * (places * spread + threads * own) + 64
 
 
@@ -327,12 +325,13 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, act: str, fli
         + [s for v in (x, y, other) for s in pitch(v)]
         + list(strides)
     )
-    # norms that are folded have a float32 bias, also in bf16, and convolutions beside them none: one unit
-    name, parameters, source = unit(out.dtype, torch.float32 if bias is None else bias.buffer.dtype)
+    name, parameters, source = unit(out.dtype)
     name = w.template(name, parameters, source, "light")
     finite = w.fresh("finite")
     w.lines.append(f"bool {finite} = true;")
-    tensors = [*(w.pointer_to(v) for v in (x, weight, bias, other)), w.pointer(out)]
+    is_wide = bias is not None and bias.buffer.dtype != out.dtype
+    biases = (None, bias) if is_wide else (bias, None)
+    tensors = [*(w.pointer_to(v) for v in (x, weight, *biases, other)), w.pointer(out)]
     how = [sizes, str(flipped).lower(), *LIMITS[act]]
     w.call(c, name, [*tensors, *how, *space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")

@@ -22,9 +22,14 @@ enum Activation { LIMITED, SIGMOID, TANH, SILU, GELU, GELU_TANH };
 struct Limits { float low, high; };
 constexpr Limits UNLIMITED{-__builtin_inff(), __builtin_inff()};
 DICP_INLINE bool is_limited(Limits by) { return by.low > UNLIMITED.low || by.high < UNLIMITED.high; }
+// NaN as it is: of it and a limit, which never is, larger and smaller return the second operand
+DICP_INLINE vf32 limited(vf32 x, Limits by) {
+  x = per_register([](auto v, auto low) { return isa::larger(low, v); }, x, splat<vf32>(by.low));
+  return per_register([](auto v, auto high) { return isa::smaller(high, v); }, x, splat<vf32>(by.high));
+}
 
 template <Activation act> DICP_INLINE vf32 activate(vf32 x, Limits by) {
-  if constexpr (act == LIMITED) return minimum(maximum(x, splat<vf32>(by.low)), splat<vf32>(by.high));
+  if constexpr (act == LIMITED) return limited(x, by);
   else if constexpr (act == SIGMOID) return sigmoid(x);
   else if constexpr (act == TANH) return tanh(x);
   else if constexpr (act == SILU) return x / (1.0f + exp(-x));

@@ -20,6 +20,17 @@ struct Winograd {
   int64_t w[4];                  // per result, channel, row, column of the window
 };
 
+// What is added to sums, and limits of them then. Norms that are folded have a float32 bias, also of images in bf16.
+template <class T> struct Added {  // each may be null, and of the biases one is
+  const T* bias;
+  const float* wide;
+  const T* other;
+  Limits limits;
+  template <class L> DICP_INLINE vf32 shift(int64_t k, L lanes) const {
+    return bias ? load(bias + k, lanes) : wide ? load(wide + k, lanes) : splat<vf32>(0.0f);
+  }
+};
+
 // Tiles and results of a block: a thread's products [64, channels] x [channels, 64] at a time read 256 bytes of
 // transformed weights for 64 tiles each. Transformed weights lie as [block][PxP][channels][results of the block], with a
 // GAP between places, without which powers of two would share few sets of the cache.
@@ -158,7 +169,7 @@ template <int N, class T> struct WinogradTiles {
     block = of_block;
     // planes are an odd number of cache lines apart: powers of two would share few sets of the cache
     lead = (a.channels + 15) / 16 * 16 + 16, plane = (block * lead / 16 | 1) * 16;
-    lead_m = results, plane_m = block * lead_m + 16;
+    lead_m = results, plane_m = (block * lead_m / 16 | 1) * 16;
   }
   int64_t floats_v() const { return PLACES * plane; }
   int64_t floats_m() const { return PLACES * plane_m + lead; }  // and the zeros
@@ -216,12 +227,11 @@ template <int N, class T> struct WinogradTiles {
   }
 
   // m -> results [k, k + n) of tiles [first, first + count)
-  template <class S>
-  void collect(int64_t first, int64_t count, int64_t k, int64_t n, const S* bias, const T* other, Limits limits, T* y) {
+  void collect(int64_t first, int64_t count, int64_t k, int64_t n, const Added<T>& e, T* y) {
     for (int64_t t = 0; t < count; ++t) {
       const Place p = place(first + t);
       T* const to = y + p.image * a.y[0] + p.row * a.y[1] + p.column * a.y[2] + k;
-      const T* const more = other ? other + p.image * a.other[0] + p.row * a.other[1] + p.column * a.other[2] + k : nullptr;
+      const T* const more = e.other ? e.other + p.image * a.other[0] + p.row * a.other[1] + p.column * a.other[2] + k : nullptr;
       const int64_t height = least(a.rows - p.row, N), width = least(a.columns - p.column, N);
       each_part(n, [&](int64_t c, auto lanes) INLINE {
         const float* const from = m + t * lead_m + c;
@@ -233,7 +243,7 @@ template <int N, class T> struct WinogradTiles {
           for (int i = 0; i < P; ++i) column[i] = load(from + (P * i + j) * plane_m, lanes);
           sums<N>(column, s[j]);
         }
-        const vf32 shift = bias ? load(bias + k + c, lanes) : splat<vf32>(0.0f);
+        const vf32 shift = e.shift(k + c, lanes);
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) {
           vf32 row[P], r[N];
@@ -246,7 +256,7 @@ template <int N, class T> struct WinogradTiles {
             if (i >= height || j >= width) continue;
             vf32 value = r[j] + shift;
             if (more) value = value + load(more + i * a.other[1] + j * a.other[2] + c, lanes);
-            store(to + i * a.y[1] + j * a.y[2] + c, activate<LIMITED>(value, limits), lanes);
+            store(to + i * a.y[1] + j * a.y[2] + c, limited(value, e.limits), lanes);
           }
         }
       });
@@ -270,9 +280,9 @@ static_assert(CHUNK <= DEPTH<2> && CHUNK <= DEPTH<4>, "sums are of CHUNK channel
 template <int N> constexpr int64_t TILES_AT_ONCE = N == 2 ? 288 : 128;
 template <int N> constexpr int64_t FEW_RESULTS = N == 2 ? 64 : 32;
 
-template <int N, class T, class S>
-inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* other, T* y, const Winograd& a, bool flipped,
-                            Limits limits, Workspace space) {
+template <int N, class T>
+inline int32_t winograd_few(const T* x, const T* w, const Added<T>& e, T* y, const Winograd& a, bool flipped,
+                            Workspace space) {
   using Tiles = WinogradTiles<N, T>;
   const int64_t each = (a.results + space.threads - 1) / space.threads;  // results a thread
   const int64_t block = least((each + LANES - 1) / LANES * LANES, FEW_RESULTS<N>), apart = CHUNK * block + GAP;
@@ -302,7 +312,7 @@ inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* othe
             product(tile.tiles, n, some, tile.v + i * tile.plane + c, tile.lead, u + i * apart, n,
                     tile.m + i * tile.plane_m, tile.lead_m, c > 0);
         }
-        tile.collect(0, tile.tiles, k, n, bias, other, limits, y);
+        tile.collect(0, tile.tiles, k, n, e, y);
       } catch (...) {
         failed = 1;
       }
@@ -312,18 +322,18 @@ inline int32_t winograd_few(const T* x, const T* w, const S* bias, const T* othe
   return failed | broken << 1;
 }
 
-// y = conv(x, w) + bias + other, within limits; bias and other may be null. *finite: whether all was; else y is not to be used.
-// Returns not 0 where memory is short or the micro-kernels raised.
-template <int N, class T, class S>
-inline int32_t winograd(const T* x, const T* w, const S* bias, const T* other, T* y, const int64_t* sizes, bool flipped,
-                        Limits limits, Workspace space, bool* finite) {
+// y = conv(x, w) + bias + other, within limits. *finite: whether all was; else y is not to be used. Returns not 0 where
+// memory is short or the micro-kernels raised.
+template <int N, class T>
+inline int32_t winograd(const T* x, const T* w, const Added<T>& e, T* y, const int64_t* sizes, bool flipped,
+                        Workspace space, bool* finite) {
   using Tiles = WinogradTiles<N, T>;
   const Winograd& a = *(const Winograd*)sizes;
   const int64_t tiles = Tiles(a).tiles;
   if (!tiles) return 0;
   // blocks of tiles for more threads than have results of their own
   if (tiles <= TILES_AT_ONCE<N> && a.results >= space.threads * LANES) {
-    const int32_t code = winograd_few<N>(x, w, bias, other, y, a, flipped, limits, space);
+    const int32_t code = winograd_few<N>(x, w, e, y, a, flipped, space);
     *finite = !(code & 2);
     return code & 1;
   }
@@ -370,7 +380,7 @@ inline int32_t winograd(const T* x, const T* w, const S* bias, const T* other, T
             for (int64_t k = from; k < to && k < end; k += RESULT_BLOCK) {
               const int64_t n = least(end - k, RESULT_BLOCK);
               tile.multiply(count, n, weights + k / RESULT_BLOCK * per_block);
-              tile.collect(first, count, k, n, bias, other, limits, y);
+              tile.collect(first, count, k, n, e, y);
             }
           } catch (...) {
             failed = 1;
