@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor  # type: ignore[attr-defined]
 from torch._guards import detect_fake_mode as _detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _in_kernel
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import statically_known_true as _statically_known_true
 
@@ -83,6 +84,36 @@ def quiet_shapes(mode: FakeTensorMode) -> Iterator[None]:
             stack.enter_context(mode.shape_env.suppress_guards())
             stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         yield
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+def quick_fake(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The fake result of a view or product of fake tensors of known sizes, by its C++ Meta kernel and nothing
+    around it: a tenth of the time that torch's dispatch of fake tensors takes. None for other calls."""
+    if not isinstance(op, torch._ops.OpOverload) or not (op.is_view or op in _PRODUCTS) or kwargs:
+        return None
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    numbers = [n for a in args for n in (a if isinstance(a, (list, tuple)) else (a,))]
+    if (
+        not tensors
+        or not all(type(t) is FakeTensor and _is_plain(t) for t in tensors)
+        or len({(t.fake_mode, t.fake_device) for t in tensors}) != 1  # type: ignore[attr-defined]
+        or any(isinstance(n, torch.SymInt) for n in numbers)
+    ):
+        return None
+    mode, device = tensors[0].fake_mode, tensors[0].fake_device  # type: ignore[attr-defined]
+    with _in_kernel(mode):
+        found = op(*args)
+    return FakeTensor(mode, found, device) if type(found) is torch.Tensor else None
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    """Whether a fake tensor is an ordinary one of known sizes, of which no autograd graph is made."""
+    return not (t._has_symbolic_sizes_strides or t.requires_grad or t.is_conj() or t.is_neg()) and (
+        t.layout is torch.strided
+    )
 
 
 @contextmanager

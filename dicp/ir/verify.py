@@ -10,8 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dicp.compat import FakeTensor, FakeTensorMode, fake_mode_of, known_equal, quiet_shapes
-from dicp.compat.fakes import quick_fake
+from dicp.compat import FakeTensor, FakeTensorMode, fake_mode_of, known_equal, quick_fake, quiet_shapes
 from dicp.errors import VerifyError
 from dicp.ir.printer import dtype_name, op_name, user_location
 

@@ -10,8 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dicp.compat import FakeTensorMode, fake_mode_of, quiet_shapes, size_hint
-from dicp.compat.fakes import FakeCalls
+from dicp.compat import FakeTensorMode, fake_mode_of, quick_fake, quiet_shapes, size_hint
 from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
@@ -61,7 +60,6 @@ class Plan:
     constants: frozenset[Node] = frozenset()
     extra: dict[Node, float] = dataclasses.field(default_factory=dict)
     """what the vendor says that a convolution spares besides (`Vendor.channels_last_gain`)"""
-    fake_call: FakeCalls = dataclasses.field(default_factory=FakeCalls)
 
 
 def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
@@ -102,7 +100,7 @@ def relay(gm: GraphModule, values: Mapping[Node, torch.Tensor]) -> None:
     needs the strides that were traced (a view, or a call that reads them) gets a copy."""
     traced: dict[Node, Any] = {node: value_of(node) for node in values}
     copies: dict[Node, Node] = {}
-    mode, fake_call = fake_mode_of(list(traced.values())) or FakeTensorMode(), FakeCalls()
+    mode = fake_mode_of(list(traced.values())) or FakeTensorMode()
     with mode, quiet_shapes(mode):
         for node, value in values.items():
             node.meta["val"] = value
@@ -110,7 +108,7 @@ def relay(gm: GraphModule, values: Mapping[Node, torch.Tensor]) -> None:
             moved = [n for n in node.all_input_nodes if n in traced]
             if node.op != "call_function" or not moved:
                 continue
-            new = _called(node, {n: value_of(n) for n in node.all_input_nodes}, fake_call)
+            new = _called(node, {n: value_of(n) for n in node.all_input_nodes})
             if new is None:
                 for source in moved:
                     if source not in copies:
@@ -277,7 +275,7 @@ def _plan_call(
 ) -> bool:
     """The node's value for inputs in the new order; copies in the old order where it does not take them.
     False where that order is neither row-major nor channels-last."""
-    value = _called(node, wanted, plan.fake_call)
+    value = _called(node, wanted)
     if value is not None:
         if not isinstance(value, (int, torch.SymInt)):  # sizes stay what they are
             plan.values[node] = value
@@ -294,13 +292,14 @@ def _reads_strides(node: Node) -> bool:
     return not is_pure(node) and not mutated_arguments(node) or node.target in _STRIDE_READERS
 
 
-def _called(node: Node, values: dict[Node, Any], fake_call: FakeCalls) -> Any:
+def _called(node: Node, values: dict[Node, Any]) -> Any:
     """The node's value for inputs whose strides are not those traced; None where it depends on them."""
     if _reads_strides(node):
         return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
     try:
-        return fake_call(node.target, args, kwargs)
+        quick = quick_fake(node.target, args, kwargs)
+        return node.target(*args, **kwargs) if quick is None else quick  # type: ignore[operator]
     except (RuntimeError, ValueError):  # a view that would need a copy
         return None
 
@@ -316,7 +315,7 @@ def _convert(
     """The source's value in the order; the first conversion is paid for, later consumers share it."""
     key = (source, order)
     if key not in converted:
-        converted[key] = plan.fake_call(aten.clone.default, (plan.values[source],), {"memory_format": order})
+        converted[key] = aten.clone.default(plan.values[source], memory_format=order)
         plan.cost += cost * _bytes(value_of(source))
     plan.conversions.append((consumer, source, order))
     return converted[key]

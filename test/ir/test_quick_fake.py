@@ -7,8 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dicp.compat import shares_memory
-from dicp.compat.fakes import FakeCalls, quick_fake
+from dicp.compat import quick_fake, shares_memory
 from dicp.ir.verify import same_meta
 
 aten = torch.ops.aten
@@ -35,46 +34,6 @@ CALLS = [
 
 def fakes(mode: FakeTensorMode, args: tuple[Any, ...]) -> list[Any]:
     return [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-
-
-def test_calls_that_read_alike_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    mode, call, seen = FakeTensorMode(), FakeCalls(), []
-
-    def norm(*args: Any) -> Any:
-        seen.append(args)
-        return aten.native_group_norm.default(*args)
-
-    def of(shape: tuple[int, ...], groups: int = 2, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        x = mode.from_tensor(torch.empty(shape).to(memory_format=memory_format))
-        return call(norm, (x, None, None, shape[0], shape[1], shape[2] * shape[3], groups, 1e-5), {})
-
-    with mode:
-        first, second = of((2, 4, 8, 8)), of((2, 4, 8, 8))
-        assert len(seen) == 1 and len(first) == len(second) == 3
-        for a, b in zip(first, second, strict=True):
-            assert same_meta(a, b) and a is not b and not shares_memory(a, b)
-        of((2, 4, 8, 8), groups=4)
-        of((2, 4, 8, 8), memory_format=torch.channels_last)
-        of((2, 4, 8, 9))
-        assert len(seen) == 4
-
-
-def test_calls_that_return_an_operand_or_have_symbolic_sizes_are_computed_each_time() -> None:
-    mode, call, seen = FakeTensorMode(shape_env=ShapeEnv()), FakeCalls(), []
-
-    def same(x: Any) -> Any:
-        seen.append(x)
-        return x
-
-    with mode:
-        for _ in range(2):
-            x = mode.from_tensor(torch.empty(3))
-            assert call(same, (x,), {}) is x
-        symbolic = mode.from_tensor(torch.empty(5), static_shapes=False)
-        assert call(same, (symbolic,), {}) is symbolic and call(same, (symbolic,), {}) is symbolic
-        size = symbolic.shape[0]
-        assert call(lambda n: seen.append(n) or n, (size,), {}) is size
-    assert len(seen) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
