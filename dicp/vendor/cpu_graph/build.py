@@ -48,7 +48,8 @@ _WITHOUT_SLP = "-fno-tree-slp-vectorize"
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One C++ translation unit; `user_lines` are the model's lines it came from, for errors."""
+    """One C++ translation unit; `user_lines` are the model's lines it came from, for errors. A source has one
+    effort wherever it is built."""
 
     name: str
     source: str
