@@ -99,8 +99,7 @@ def _out(name: str, op: Any) -> Claim:
         target = w.name(f"{name}_out", op)
         w.line(f"{target}({', '.join(args)}, out={w.into(c.outputs[0])})", c.note)
 
-    strides, prepare = products.aligned_rows, products.aligned_operands
-    return Claim(f"{name}: cuBLAS", emit, out=True, strides=strides, prepare=prepare)
+    return Claim(f"{name}: cuBLAS", emit, out=True, prepare=products.aligned_operands)
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 Without measuring, cuBLAS has what it does at the hardware's limit, ReLU and GELU by tanh behind a bias
 included. A template comes first where it saves a pass over the result (another activation, with few terms per
-result), and where there are so few rows that reading the weights is all the time there is. On an H100 in
+result), where there are so few rows that reading the weights is all the time there is, and for a vocabulary
+of an odd size, for which cuBLAS has its slow kernels only. On an H100 in
 bfloat16, in us (cuBLAS; with a kernel for GELU behind it; the template; cuBLAS with GELU by tanh inside):
 4096x3072x768 32.7, 50.9, 51.1, 36.5; 6304x3072x768 48.1, 78.9, 81.2, 55.2; 256x3072x768 5.2, 7.3, 6.8, 5.9.
 The chooser measures what is offered.
@@ -38,7 +39,10 @@ FEW_TILES = 256
 FOLLOWING = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 INSIDE = {"relu": False, "gelu_tanh": True}
 """Activations that cuBLAS computes behind a bias; whether it is GELU."""
-ALIGNED = 8  # elements of half precision: the 16 bytes that the copy engine asks of rows
+ALIGNED = 8
+"""Elements of half precision: what cuBLAS' fast kernels ask of where rows begin (16 bytes), and of the sizes
+along which memory runs. On an H100, 4096x50257x768 in us: cuBLAS 3,250, into aligned rows as well; the
+template 620; cuBLAS with a weight of 50,264 rows 450, and 280 to copy to where the caller expects it."""
 MULTIPROCESSORS = 132  # where there is no GPU to ask
 MAX_SPLIT = 16
 
@@ -75,7 +79,7 @@ def plans(m: int, n: int, k: int, batch: int, dtype: torch.dtype, few: bool, alo
         key=lambda p: _count(p, m, n, batch) < multiprocessors()
     )  # stable: the largest that fills the chip
     if half:
-        made.append(Plan("tile", 128, 256, 64, warps=8))
+        made += [Plan("tile", a, b, 64, warps=8) for a, b in ((256, 128), (128, 256))]
     return [*out, *made]
 
 
@@ -194,8 +198,11 @@ def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
     along_k = size_hint(b.stride(-1 if linear else -2)) == 1
     cuts = plans(m if rows is not None else max(m, 64), n, k, batch, val.dtype, rows is not None, along_k)
     made: list[Claim] = [_template(node, config, plan) for plan in dict.fromkeys(cuts)]
-    act = str((*node.args, *[None] * 5)[4] or "none") if linear else "none"
-    first = _template_first(node, act) if linear else batch == 1 and rows is not None and rows <= MAX_ROWS
+    if linear:
+        first = _template_first(node, str((*node.args, *[None] * 5)[4] or "none"))
+    else:
+        library = in_parts(node) or library
+        first = (batch == 1 and rows is not None and rows <= MAX_ROWS) or _odd_columns(node)
     return [made[0], library, *made[1:]] if first else [library, *made]
 
 
@@ -206,7 +213,10 @@ def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
         product = _linear(c) if linear else _matrix(c)
         return kernels(product, plan, (c.note,) if c.note else (), config.interpret)
 
-    return claim(f"{_name(node)}: Triton {plan}", made, prepare=dense(0, 3) if linear else None)
+    name = f"{_name(node)}: Triton {plan}"
+    if linear:
+        return claim(name, made, prepare=dense(0, 3))
+    return claim(name, made, strides=aligned_rows, prepare=aligned_operands)
 
 
 def _name(node: fx.Node) -> str:
@@ -269,15 +279,24 @@ def _broadcast(v: View, shape: Sequence[Any]) -> tuple[Any, Any, Any]:
     return tuple([0] * (3 - len(strides)) + strides)  # type: ignore[return-value]
 
 
+# -- sizes that 8 does not divide ----------------------------------------------------------------------------
+
+
 def aligned_rows(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
-    """Strides of a large product of half precision whose rows would begin anywhere, as a vocabulary of 50,257
-    makes them: rows that begin at 16 bytes. cuBLAS computes them several times as fast, which is more than
-    the copy takes that a caller of row-major logits is given."""
-    shape = node.meta["val"].shape
-    n = shape[-1]
-    if not _large(node) or not all(isinstance(size, int) for size in shape) or n % ALIGNED == 0:
+    """Strides of a large product of half precision whose rows would begin anywhere: rows that begin at 16
+    bytes, for those who read them. Not of what the caller is given."""
+    if not _odd_columns(node) or _returned(node):
         return None
-    return [(-(-n // ALIGNED) * ALIGNED, 1)]
+    return [(-(-node.meta["val"].shape[1] // ALIGNED) * ALIGNED, 1)]
+
+
+def _odd_columns(node: fx.Node) -> bool:
+    return _large(node) and node.meta["val"].shape[1] % ALIGNED != 0
+
+
+def _returned(node: fx.Node) -> bool:
+    """Whether a product is a result of the graph, or a view of it is."""
+    return any(u.op == "output" or (u.target is aten.view.default and _returned(u)) for u in node.users)
 
 
 def aligned_operands(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
@@ -293,12 +312,46 @@ def aligned_operands(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Seque
 
 
 def _large(node: fx.Node) -> bool:
-    """Whether a product of half precision takes longer than copies of what it reads and writes."""
+    """Whether a product of half precision, of known sizes, takes longer than copies of what it reads and
+    writes."""
     val = node.meta["val"]
-    if val.dim() != 2 or val.element_size() != 2:
+    known = all(isinstance(n, int) for n in (*val.shape, *_factors(node)[0].shape))
+    if val.dim() != 2 or val.element_size() != 2 or not known:
         return False
     m, n, k, _ = _sizes(node)
     return m >= FEW_TILES // 2 and n >= FEW_TILES and k >= FEW_TILES
+
+
+def in_parts(node: fx.Node) -> Claim | None:
+    """A large product by cuBLAS where 8 does not divide its sizes, as the gradients of odd vocabularies
+    are."""
+    if node.target is not aten.mm.default or not _large(node):
+        return None
+    (m, n), (_, k) = node.meta["val"].shape, _factors(node)[0].shape
+    if not any(size % ALIGNED for size in (m, n, k)):
+        return None
+
+    def emit(w: Any, c: Call) -> None:
+        a, b = (w.value(x) for x in c.args)
+        w.line(f"{w.name('multiply', multiply)}({a}, {b}, {w.into(c.outputs[0])})", c.note)
+
+    return Claim("mm: cuBLAS in parts", emit, out=True, strides=aligned_rows, prepare=aligned_operands)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """a @ b into out: as much of it as multiples of 8 are in one call, which has fast kernels, the rest in
+    others."""
+    (m, k), n = a.shape, b.shape[1]
+    rows = m // ALIGNED * ALIGNED if a.stride(0) == 1 else m
+    columns, terms = n // ALIGNED * ALIGNED, k // ALIGNED * ALIGNED
+    most = out[:rows, :columns]
+    torch.mm(a[:rows, :terms], b[:terms, :columns], out=most)
+    if terms < k:
+        torch.addmm(most, a[:rows, terms:], b[terms:, :columns], out=most)
+    if rows < m:
+        torch.mm(a[rows:], b[:, :columns], out=out[rows:, :columns])
+    if columns < n:
+        torch.mm(a, b[:, columns:], out=out[:, columns:])
 
 
 # -- the library, for dicp::linear ---------------------------------------------------------------------------

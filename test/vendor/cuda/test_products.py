@@ -199,8 +199,9 @@ def test_who_serves_a_product(name: str, cuda_cache: str) -> None:
     assert SERVED[name] in text and ("_out(" in text) == (name == "large_mm")
 
 
-def test_rows_of_an_odd_vocabulary_are_aligned(cuda_cache: str) -> None:
-    """The product writes rows of 264 elements, and its gradient, in rows of 257, is copied once for two."""
+def test_odd_vocabularies(cuda_cache: str) -> None:
+    """The caller's rows are written by the template, its gradient is copied to aligned rows once for two
+    products, of which cuBLAS computes what 8 divides apart from the rest."""
     from dicp import compiler
 
     x, w, g = (torch.randn(s).bfloat16() for s in ((256, 256), (257, 256), (256, 257)))
@@ -216,9 +217,36 @@ def test_rows_of_an_odd_vocabulary_are_aligned(cuda_cache: str) -> None:
     for a, b in zip(gradients, torch.autograd.grad(want, (x, w), g), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-1)
     forward, backward = (s.program.sources["call.py"] for s in seen)
-    assert "(264, 1, )" in forward
+    assert "mm_out" not in forward and "multiply" not in forward and "264" not in forward
     assert backward.count("(264, 1, )") + backward.count("(1, 264, )") == 2
-    assert len(seen[1].program.launches) == 1
+    assert backward.count("multiply(") == 2 and len(seen[1].program.launches) == 1
+
+
+def test_odd_rows_that_others_read_are_aligned(cuda_cache: str) -> None:
+    from dicp import compiler
+
+    x, w = torch.randn(256, 256).bfloat16(), torch.randn(257, 256).bfloat16()
+    seen: list[Any] = []
+    with compiler.observe(seen.append):
+        run = torch.compile(
+            lambda x, w: torch.softmax(x @ w.t(), -1),
+            backend=dicp_cuda,
+            options={"interpret": True, "cache_dir": cuda_cache},
+        )
+        got = run(x, w)
+    torch.testing.assert_close(got, torch.softmax(x @ w.t(), -1), rtol=5e-2, atol=2e-2)
+    made = [t for name, t in seen[0].program.sources.items() if name.startswith("mm_")]
+    assert len(made) == 1 and "* 264" in made[0]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(37, 45, 61), (8, 16, 24), (5, 3, 2), (17, 16, 24), (16, 24, 17)])
+def test_products_in_parts(sizes: tuple[int, int, int], transposed: bool) -> None:
+    m, n, k = sizes
+    a = torch.randn(k, m, dtype=torch.float64).t() if transposed else torch.randn(m, k, dtype=torch.float64)
+    b, out = torch.randn(k, n, dtype=torch.float64), torch.full((m, n), float("nan"), dtype=torch.float64)
+    products.multiply(a, b, out)
+    torch.testing.assert_close(out, a @ b)
 
 
 def test_rows_that_are_aligned_stay_with_their_norm(cuda_cache: str) -> None:
