@@ -51,6 +51,12 @@ class CudaGraph:
 
         return candidates(node, config)
 
+    def matmul_pays(self, part: str, conv: Any) -> bool:
+        """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""
+        from dicp.vendor.cuda_graph.convolution import matmul_pays
+
+        return matmul_pays(part, conv)
+
     def device_name(self, config: Any) -> str:
         """What timings depend on: the GPU's model, or that there is none."""
         return "interpreter" if config.interpret else str(torch.cuda.get_device_name())
