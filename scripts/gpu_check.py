@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import subprocess
@@ -207,25 +208,26 @@ def take(report: Report, part: str, rows: Sequence[Measurement]) -> None:
 
 
 def compile_times(report: Report) -> None:
-    """Seconds of a cold compile, Inductor's and dicp's at once, each with half of the processors."""
+    """Seconds of a cold compile: two models, each by Inductor and by dicp, at once, each with a quarter of the
+    processors."""
     from dicp.bench.run import CACHES, Job
     from dicp.bench.workloads import Setting
 
     cpus = sorted(os.sched_getaffinity(0))
-    halves = cpus[: len(cpus) // 2], cpus[len(cpus) // 2 :]
+    share = max(1, len(cpus) // 4)
     found: Found = {}
-    for name in ("bert", "resnet50"):
+    for names in (("bert", "resnet50"), ("gpt2", "vit")):
         if report.left < 60:
             break
         with tempfile.TemporaryDirectory() as folder:
-            pair = []
-            for contestant, half in zip(("inductor", "dicp_cuda"), halves, strict=True):
-                caches = {c: os.path.join(folder, contestant, c) for c in CACHES}
+            started = []
+            for k, (name, contestant) in enumerate(itertools.product(names, ("inductor", "dicp_cuda"))):
+                caches = {c: os.path.join(folder, str(k), c) for c in CACHES}
                 setting = Setting("inference", "bf16", device="cuda")
-                os.sched_setaffinity(0, half)
-                pair.append((contestant, bench(Job("compile", name, setting, (contestant,)), **caches)))
+                os.sched_setaffinity(0, cpus[k * share % len(cpus) :][:share])
+                started.append((name, contestant, bench(Job("compile", name, setting, (contestant,)), **caches)))
                 os.sched_setaffinity(0, cpus)
-            for contestant, one in pair:
+            for name, contestant, one in started:
                 result = one.result(min(90, report.left))
                 found[f"{name} {contestant} s"] = result.get(contestant, result).get("s", str(result)[:300])
         report.add("compile", dict(found))
@@ -296,6 +298,7 @@ def kernel_cases() -> dict[str, tuple[Callable[[], Any], int]]:
     w = torch.randn(n, device="cuda").bfloat16()
     rows, v = torch.randn(65536, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
     wide = torch.randn(n, n, device="cuda")
+    words = torch.randn(4096, 50257, device="cuda").bfloat16()
     size = x.nbytes
     return {
         "add": (lambda: x + y, 3 * size),
@@ -304,6 +307,7 @@ def kernel_cases() -> dict[str, tuple[Callable[[], Any], int]]:
         "gelu fp32": (lambda: F.gelu(wide), 4 * size),
         "softmax": (lambda: torch.softmax(x, -1), 2 * size),
         "softmax 1024": (lambda: torch.softmax(rows, -1), 2 * size),
+        "log_softmax 50257": (lambda: torch.log_softmax(words, -1), 2 * words.nbytes),
         "rms_norm": (lambda: F.rms_norm(x, (n,), w), 2 * size),
         "layer_norm": (lambda: F.layer_norm(x, (n,), w, w), 2 * size),
         "layer_norm 1024": (lambda: F.layer_norm(rows, (1024,), v, v), 2 * size),
@@ -321,31 +325,25 @@ def kernel_cases() -> dict[str, tuple[Callable[[], Any], int]]:
 
 
 def kernels(lock: str) -> Found:
-    """% of the bandwidth of a copy. Calls are queued behind a kernel that keeps the GPU busy meanwhile."""
+    """% of the bandwidth of a copy."""
     import statistics
 
     import torch
 
     from dicp.bench.measure import alone
+    from dicp.vendor.cuda_graph.clock import on_gpu
 
     def rate(call: Callable[[], Any], nbytes: int) -> float:
-        times = []
-        for _ in range(7):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)
-            start.record()
+        def some() -> None:
             for _ in range(8):
                 call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 8)
-        return nbytes / statistics.median(times) / 1e6
+
+        return 8 * nbytes / statistics.median(on_gpu(some) for _ in range(7)) / 1e9
 
     cases, calls = kernel_cases(), {}
     for name, (fn, _) in cases.items():
         calls[name] = {"eager": fn}
         for backend in ("inductor", "dicp_cuda"):
-            torch._dynamo.reset()
             calls[name][backend] = torch.compile(fn, backend=backend)
             calls[name][backend]()
     source, target = torch.empty(2, 1 << 28, dtype=torch.uint8, device="cuda")

@@ -346,6 +346,11 @@ def raw_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[no-any-return]
 
 
+def keep_gpu_busy(seconds: float) -> None:
+    """Give the current stream a kernel of at least that long, at the clock of today's GPUs or less."""
+    torch.cuda._sleep(round(seconds * 2e9))  # type: ignore[attr-defined]
+
+
 def current_cuda_device() -> int:
     """The index of the current CUDA device of this thread."""
     return torch._C._cuda_getDevice()  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.fx as fx
@@ -104,8 +104,7 @@ class Tuner:
                 log.info("%s of %s failed: %s", claim.name, call, str(e).partition("\n")[0])
         if not runs:
             raise DicpError("no candidate could be run")
-        wait: Callable[[], None] = getattr(self.vendor, "synchronize", lambda: None)
-        seconds = timing.time_calls(runs, sets, wait)
+        seconds = timing.time_calls(runs, sets, getattr(self.vendor, "elapsed", timing.on_host))
         return decided({c.name: seconds.get(c.name) for c in found})
 
 

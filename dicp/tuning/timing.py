@@ -17,9 +17,18 @@ COLD_BYTES = 64 << 20
 same ones again and again would come from a cache."""
 ROUNDS = 7
 SAMPLE_S = 1e-3  # a sample is at least that long, so that the clock and the call from Python count little
+MOST_CALLS = 1000  # of a sample
 BUDGET_S = 1.0  # for one node; three rounds at the least
 
 Run = Callable[[list[Any]], Any]
+Elapsed = Callable[[Callable[[], None]], float]
+
+
+def on_host(work: Callable[[], None]) -> float:
+    """Seconds until `work` returns."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
 
 
 def operand_sets(gm: fx.GraphModule) -> list[list[torch.Tensor]]:
@@ -65,22 +74,22 @@ def _shared_out(node: fx.Node) -> int | None:
 
 
 def time_calls(
-    calls: Mapping[str, Run], sets: list[list[torch.Tensor]], wait: Callable[[], None]
+    calls: Mapping[str, Run], sets: list[list[torch.Tensor]], elapsed: Elapsed = on_host
 ) -> dict[str, float]:
     """Seconds a call, by name: the least of alternating rounds, since what else runs here only adds to it.
-    wait: until the device is done."""
+    elapsed: how long what a function does takes (Vendor.elapsed)."""
 
     def sample(run: Run, start: int, count: int) -> float:
-        begun = time.perf_counter()
-        for k in range(start, start + count):
-            run(list(sets[k % len(sets)]))
-        wait()
-        return (time.perf_counter() - begun) / count
+        def work() -> None:
+            for k in range(start, start + count):
+                run(list(sets[k % len(sets)]))
+
+        return elapsed(work) / count
 
     counts = {}
     for name, run in calls.items():
         sample(run, 0, 1)  # the first call of a library prepares what later ones reuse
-        counts[name] = min(max(math.ceil(SAMPLE_S / sample(run, 1, 1)), 1), 1000)
+        counts[name] = min(max(math.ceil(SAMPLE_S / sample(run, 1, 1)), 1), MOST_CALLS)
     found: dict[str, list[float]] = {name: [] for name in calls}
     begun = time.perf_counter()
     for number in range(ROUNDS):

@@ -184,8 +184,9 @@ class Offers(Protocol):
     def device_name(self, config: Any) -> str:
         """Stable text of what timings depend on besides threads: the processor's model, instructions used."""
 
-    def synchronize(self) -> None:
-        """Wait until the device has done what it was given. Only of vendors whose calls return before."""
+    def elapsed(self, work: Callable[[], None]) -> float:
+        """Seconds that the device takes for the calls that `work` makes. Only of vendors whose calls return
+        before they are done: what the host takes to make them is not in it."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Timer:
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
 
-    def __call__(self, calls: Any, sets: Any, wait: Any) -> dict[str, float]:
+    def __call__(self, calls: Any, sets: Any, elapsed: Any) -> dict[str, float]:
         self.calls.append(list(calls))
         return {name: 1e-3 / (k + 1) for k, name in enumerate(calls)}
 

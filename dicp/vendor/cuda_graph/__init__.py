@@ -61,9 +61,11 @@ class CudaGraph:
         """What timings depend on: the GPU's model, or that there is none."""
         return "interpreter" if config.interpret else str(torch.cuda.get_device_name())
 
-    def synchronize(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def elapsed(self, work: Callable[[], None]) -> float:
+        from dicp.tuning.timing import on_host
+        from dicp.vendor.cuda_graph.clock import on_gpu
+
+        return on_gpu(work) if torch.cuda.is_available() else on_host(work)
 
     def machine(self, config: Any) -> Machine:
         if config.interpret or not torch.cuda.is_available():

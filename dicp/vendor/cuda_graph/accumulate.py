@@ -35,8 +35,7 @@ class Accumulators:
             return
         kept = self._where_live(value, literal(_identity(s, kind, dtype), dtype), scope)
         if kind.startswith("arg"):
-            position = f"tl.broadcast_to(r.to(tl.int64), {self.writer.shape(ROW)})"
-            self._name(s, 0, f"d.row_{kind}({kept}, {position})", scope)
+            self._name(s, 0, f"d.row_{kind}({kept}, r).to(tl.int64)", scope)
             return
         self._finish(s, f"d.row_{kind}({kept})", scope)
 

@@ -4,6 +4,7 @@ conformance suite's part (`python -m dicp.conformance --vendor cuda_graph`)."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -315,3 +316,17 @@ def test_numbers_of_the_host_beside_tensors(compiled: Any) -> None:
     x = torch.randn(33, device="cuda")
     for s in (2.0, 3.0):
         torch.testing.assert_close(run(x, torch.tensor(s)), x * s + 1)
+
+
+def test_the_clock_leaves_out_what_the_host_takes() -> None:
+    from dicp.vendor.cuda_graph.clock import on_gpu
+
+    x = torch.zeros(1 << 20, device="cuda")
+
+    def slow_to_make() -> None:
+        time.sleep(0.01)
+        x.add_(1)
+
+    assert on_gpu(slow_to_make) < 2e-3
+    y = torch.zeros(1 << 28, device="cuda")
+    assert on_gpu(lambda: y.add_(1)) > 5e-4  # 2 GiB moved: above 4 TB/s

@@ -50,13 +50,17 @@ def fma(x, y, z):
 @triton.jit
 def maximum(x, y):
     """The larger one; NaN wins."""
-    return tl.where((x > y) | (x != x), x, y)
+    if x.dtype.is_floating():
+        return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(x > y, x, y)
 
 
 @triton.jit
 def minimum(x, y):
     """The smaller one; NaN wins."""
-    return tl.where((x < y) | (x != x), x, y)
+    if x.dtype.is_floating():
+        return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(x < y, x, y)
 
 
 @triton.jit

@@ -17,22 +17,6 @@ def multiply(x, y):
 
 
 @triton.jit
-def larger_first(x, i, y, j):
-    """The larger with its position; the smaller position of equals; NaN wins."""
-    tie = (x == y) | ((x != x) & (y != y))
-    second = (y > x) | ((y != y) & (x == x)) | (tie & (j < i))
-    return tl.where(second, y, x), tl.where(second, j, i)
-
-
-@triton.jit
-def smaller_first(x, i, y, j):
-    """The smaller with its position; the smaller position of equals; NaN wins."""
-    tie = (x == y) | ((x != x) & (y != y))
-    second = (y < x) | ((y != y) & (x == x)) | (tie & (j < i))
-    return tl.where(second, y, x), tl.where(second, j, i)
-
-
-@triton.jit
 def join_moments(mean, m2, n, other_mean, other_m2, other_n):
     """Mean, sum of squared deviations and count of two sets of numbers together (Chan et al., 1979)."""
     total = n + other_n
@@ -63,12 +47,21 @@ def row_min(x):
 
 @triton.jit
 def row_argmax(x, position):
-    return tl.reduce((x, position), 1, larger_first, keep_dims=True)[1]
+    """The first position of the largest; NaN wins."""
+    return first_where((x == row_max(x)) | (x != x), position)
 
 
 @triton.jit
 def row_argmin(x, position):
-    return tl.reduce((x, position), 1, smaller_first, keep_dims=True)[1]
+    """The first position of the smallest; NaN wins."""
+    return first_where((x == row_min(x)) | (x != x), position)
+
+
+@triton.jit
+def first_where(hit, position):
+    """The smallest position of those hit; position: [1, R] or [X, R]."""
+    beyond: tl.constexpr = (1 << (position.dtype.primitive_bitwidth - 1)) - 1
+    return tl.min(tl.where(hit, position, beyond), 1, keep_dims=True)
 
 
 @triton.jit

@@ -1,0 +1,41 @@
+"""The clock for calls on a GPU, with stand-ins for the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dicp.vendor.cuda_graph import clock
+
+
+class Event:
+    """Of a GPU that is done with its wait as soon as `waits` says: one entry for each measurement."""
+
+    waits: list[bool] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return not Event.waits.pop(0)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 3.0  # ms
+
+
+@pytest.mark.parametrize(("waits", "tries"), [([True], 1), ([False, True], 2), ([False] * 3, 3)])
+def test_calls_that_the_gpu_did_not_wait_for_are_made_again(
+    waits: list[bool], tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy: list[float] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(clock, "keep_gpu_busy", busy.append)
+    Event.waits = list(waits)
+    made: list[int] = []
+    assert clock.on_gpu(lambda: made.append(1)) == 3e-3
+    assert len(made) == len(busy) == tries and busy[0] == clock.FIRST_S
