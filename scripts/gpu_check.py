@@ -208,8 +208,8 @@ def take(report: Report, part: str, rows: Sequence[Measurement]) -> None:
 
 
 def compile_times(report: Report) -> None:
-    """Seconds of a cold compile: two models, each by Inductor and by dicp, at once, each with a quarter of the
-    processors."""
+    """Seconds of a cold compile: two models, each by Inductor and by dicp, at once, with a quarter of the
+    processors each."""
     from dicp.bench.run import CACHES, Job
     from dicp.bench.workloads import Setting
 
@@ -224,8 +224,9 @@ def compile_times(report: Report) -> None:
             for k, (name, contestant) in enumerate(itertools.product(names, ("inductor", "dicp_cuda"))):
                 caches = {c: os.path.join(folder, str(k), c) for c in CACHES}
                 setting = Setting("inference", "bf16", device="cuda")
+                job = Job("compile", name, setting, (contestant,))
                 os.sched_setaffinity(0, cpus[k * share % len(cpus) :][:share])
-                started.append((name, contestant, bench(Job("compile", name, setting, (contestant,)), **caches)))
+                started.append((name, contestant, bench(job, **caches)))
                 os.sched_setaffinity(0, cpus)
             for name, contestant, one in started:
                 result = one.result(min(90, report.left))
@@ -233,16 +234,20 @@ def compile_times(report: Report) -> None:
         report.add("compile", dict(found))
 
 
-def tuned(report: Report) -> None:
-    """Inductor's max-autotune beside dicp, a model after the other while there is time."""
+def tuned(report: Report, gate: Gate) -> None:
+    """Inductor's max-autotune beside dicp's: two models tune at a time, all are measured when they are ready."""
     from dicp.bench.run import Job
     from dicp.bench.workloads import Setting
 
-    for name in MODELS:
-        if report.left < 45:
-            return
-        setting = Setting("inference", "bf16", device="cuda", batch=BATCH["inference"])
-        take(report, "tuned", [bench(Job("steady", name, setting, TUNED))])
+    setting = Setting("inference", "bf16", device="cuda", batch=BATCH["inference"])
+    end, rows = report.left * 0.4, []
+    with gate.shut():
+        for k in range(0, len(MODELS), 2):
+            if report.left < end:
+                break
+            rows += [bench(Job("steady", name, setting, TUNED, lock=gate.path)) for name in MODELS[k : k + 2]]
+            wait_for(gate, rows, report.left - end)
+    take(report, "tuned", rows)
 
 
 # -- the suites ----------------------------------------------------------------------------------------------
@@ -434,9 +439,9 @@ def main() -> int:
         workers = max(1, len(os.sched_getaffinity(0)) // 3)
         for part in (
             lambda: first_part(report, gate, workers),
+            lambda: tuned(report, gate),
             lambda: second_part(report, gate),
             lambda: compile_times(report),
-            lambda: tuned(report),
         ):
             if report.left > 45:
                 try:

@@ -14,6 +14,7 @@ from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import rewrite_conv_matmul
 from dicp.passes.layout import choose_layout
 from dicp.passes.pack import pack_weights
+from dicp.passes.pad_channels import pad_channels
 from dicp.passes.rewrite_attention import rewrite_attention
 from dicp.passes.rewrite_conv import rewrite_conv
 from dicp.passes.rewrite_dot import rewrite_dot
@@ -68,6 +69,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_separable", rewrite_separable, "after the convolutions that it is made of, before layout"),
+    Pass("pad_channels", pad_channels, "after the convolutions; before layout, which orders what is padded"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
     Pass("choose_layout", choose_layout, "it counts what the rewrites left"),

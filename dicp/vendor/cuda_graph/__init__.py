@@ -57,6 +57,12 @@ class CudaGraph:
 
         return matmul_pays(part, conv)
 
+    def padded_channels(self, node: fx.Node) -> int | None:
+        """To how many channels a convolution's input is better filled up (dicp.passes.pad_channels)."""
+        from dicp.vendor.cuda_graph.convolution import padded_channels
+
+        return padded_channels(node)
+
     def device_name(self, config: Any) -> str:
         """What timings depend on: the GPU's model, or that there is none."""
         return "interpreter" if config.interpret else str(torch.cuda.get_device_name())

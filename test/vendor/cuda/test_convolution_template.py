@@ -151,3 +151,28 @@ def test_only_short_sums_leave_the_library(config: Config, monkeypatch: pytest.M
         torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
     served = [c.claim.name.partition(" tile")[0] for c in seen[0].program.library_calls]
     assert served == ["convolution: Triton", "convolution: Triton", "convolution: cuDNN"], served
+
+
+class Stem(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 16, 7, 2, 3, bias=False), torch.nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_images_of_three_channels(large: bool, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filled up to four where the result is large enough for it to pay."""
+    monkeypatch.setenv("DICP_CUDA_INTERPRET", "1")
+    monkeypatch.setattr("dicp.vendor.cuda_graph.convolution.FOLDED_BYTES", 1 << 10 if large else 1 << 22)
+    model = Stem().eval().bfloat16()
+    x = torch.randn(2, 3, 30, 26).bfloat16().contiguous(memory_format=torch.channels_last)
+    torch._dynamo.reset()
+    seen: list[Compiled] = []
+    with torch.no_grad(), observe(seen.append):
+        torch.testing.assert_close(torch.compile(model, backend="dicp_cuda")(x), model(x))
+    sources = seen[0].program.sources
+    assert any("constant_pad_nd" in name for name in sources) == large
+    assert any("c = k % 4\n" in text for text in sources.values()) == large
