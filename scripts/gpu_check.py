@@ -235,7 +235,7 @@ def compile_times(report: Report) -> None:
 
 
 def tuned(report: Report, gate: Gate) -> None:
-    """Inductor's max-autotune beside dicp's: two models tune at a time, all are measured when they are ready."""
+    """Inductor's max-autotune beside dicp's: two models tune at a time, measured when all are ready."""
     from dicp.bench.run import Job
     from dicp.bench.workloads import Setting
 
