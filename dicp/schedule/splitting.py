@@ -21,18 +21,16 @@ from dicp.ir.index import Var
 from dicp.ir.value import Indices, Shape, Value
 from dicp.vendor.base import Machine
 
-MIN_EXTENT = 4096  # elements under one result below which a split costs more than it brings
 MIN_WORK = 1 << 16  # elements in all
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "welford")
 LONG_CHAIN = 1024  # values added one after the other above which float error asks for more pieces
 MIN_CHAIN = 32  # values a piece has at least: each piece is a result that is read again
-ENOUGH_PIECES = 16  # times as many results, pieces counted, as are enough: more only cost memory
 COLUMN_VECTORS = 4  # vectors of results a thread takes at a time when they are contiguous
 
 
 @dataclass(frozen=True)
 class Split:
-    """`lead` leading dims of the extent become results; with `factor`, the first dim is cut into that many
+    """`lead` leading dims of the extent become results; with `factor`, the next is cut into that many
     pieces. inside: the parts of a result lie side by side, as what they are of does (a group's channels,
     channels-last), else all results of a part do."""
 
@@ -51,12 +49,12 @@ class Split:
     ) -> tuple[Value, ...]:
         head, tail = extent[: self.lead], extent[self.lead :]
         if self.factor is not None:
-            assert isinstance(extent[0], int)
-            piece = extent[0] // self.factor
-            head, tail = (self.factor,), (piece, *extent[1:])
+            assert isinstance(tail[0], int)
+            piece = tail[0] // self.factor
+            head, tail = (*head, self.factor), (piece, *tail[1:])
 
             def ridx(part: Indices, rest: Indices) -> Indices:
-                return (part[0] * piece + rest[0], *rest[1:])
+                return (*part[:-1], part[-1] * piece + rest[0], *rest[1:])
         else:
 
             def ridx(part: Indices, rest: Indices) -> Indices:
@@ -99,13 +97,12 @@ def split_extent(
         return None
     results, under = _count(shape), _count(extent)
     threads = machine.threads
-    if under < MIN_EXTENT or results * under < MIN_WORK or threads == 1:
+    if results * under < MIN_WORK or threads == 1:
         return None
     last = next((k for k in range(len(extent) - 1, -1, -1) if extent[k] != 1), 0)
-    enough = 4 * threads
-    if not _rows(sample, Var(f"r{last}", extent[last]), buffers):
-        enough *= COLUMN_VECTORS * machine.lanes
-    if results >= enough:
+    rows = _rows(sample, Var(f"r{last}", extent[last]), buffers)
+    enough = 4 * threads * (1 if rows else COLUMN_VECTORS * machine.lanes)
+    if under < (machine.split_rows if rows else machine.split_columns) or results >= enough:
         return None
     total, chosen = 1, 0
     for lead in range(1, len(extent)):
@@ -113,21 +110,29 @@ def split_extent(
         rest = under // total
         if chosen and (rest < MIN_CHAIN or under // before <= LONG_CHAIN):
             break
+        if total > machine.pieces:
+            break
         if total >= threads and rest >= 16:
             chosen = lead
     if chosen:
         return Split(chosen, None, _lies_inside(sample, shape, extent[:chosen], buffers))
-    return _cut(extent, threads, ENOUGH_PIECES * enough // max(results, 1))
+    most = min(machine.parts * enough // max(results, 1), under // machine.piece, machine.pieces)
+    return _cut(extent, threads, most)
 
 
 def _cut(extent: Shape, threads: int, most: int) -> Split | None:
-    """The first dim in pieces, at most that many."""
-    first = extent[0]
-    assert isinstance(first, int)
+    """Leading dims, and the next in parts: at most so many pieces."""
     others = (*range(threads + 1, 65), *range(min(threads, 65) - 1, 1, -1))
     for pieces in (8 * threads, 4 * threads, 2 * threads, threads, *others):
-        if 1 < pieces <= most and first % pieces == 0 and first > pieces:
-            return Split(0, pieces)
+        before = 1
+        for lead, n in enumerate(extent):
+            assert isinstance(n, int)
+            factor, rest = divmod(pieces, before)
+            if pieces > most or rest or factor <= 1:
+                break
+            if n % factor == 0 and n > factor:
+                return Split(lead, factor)
+            before *= n
     return None
 
 

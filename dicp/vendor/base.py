@@ -62,11 +62,19 @@ class Machine:
 
     threads: rows it works on at a time; long reductions are split until there are four times as many results.
     lanes: float32 elements of a vector. cache_bytes: what a thread may read again at little cost.
+    split_rows, split_columns: elements under one result from which a reduction along contiguous elements, or
+    along others, is split, each piece of `piece` at the least. parts: how many times as many results, pieces
+    counted, as are enough without splitting, a reduction along others may have: more only cost memory.
     """
 
     threads: int
     lanes: int = 16
     cache_bytes: int = 128 << 10
+    split_rows: int = 4096
+    split_columns: int = 4096
+    pieces: int = 1 << 30
+    piece: int = 1
+    parts: int = 16
 
     @property
     def row(self) -> int:

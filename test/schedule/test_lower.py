@@ -391,12 +391,21 @@ def test_the_vendor_says_what_there_is_to_occupy(monkeypatch: pytest.MonkeyPatch
 
 
 def test_columns_are_cut_until_there_are_enough_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device of many threads: each piece of 8,192 columns is 8,192 results more to write and read."""
-    monkeypatch.setattr(Kernels, "machine", lambda self, config: Machine(threads=32, lanes=64))
-    first, second = reductions(lambda x: x.sum(0), (8192, 8192))
-    assert sizes(first) == ([64, 8192], [128]) and sizes(second) == ([8192], [64])
-    first, _ = reductions(lambda x: x.sum(0), (8192, 64))
-    assert sizes(first) == ([256, 64], [32])
+    """A device of many threads: each piece of 8,192 columns is 8,192 results more to write and read. Pieces
+    may be parts of a second dim."""
+    many = Machine(threads=32, lanes=64, split_columns=512, pieces=256, piece=64, parts=4)
+    monkeypatch.setattr(Kernels, "machine", lambda self, config: many)
+    for shape, parts, rows in (
+        ((8192, 8192), [16], [512]),
+        ((65536, 64), [256], [256]),
+        ((2048, 768), [32], [64]),
+        ((16, 128, 768), [16, 2], [64]),
+    ):
+        dims = list(range(len(shape) - 1))
+        first, second = reductions(lambda x, dims=dims: x.sum(dims), shape)
+        assert sizes(first) == ([*parts, shape[-1]], rows) and sizes(second) == ([shape[-1]], parts), shape
+    assert len(reductions(lambda x: x.sum(0), (256, 8192))) == 1
+    assert len(reductions(lambda x: x.sum(1), (512, 2048))) == 1  # rows are long enough as they are
 
 
 def test_what_two_readers_want_in_memory_is_written_once() -> None:

@@ -12,6 +12,12 @@ import torch.fx as fx
 from dicp.vendor.base import Claim, Load, Machine
 
 
+def gpu(threads: int) -> Machine:
+    """As scheduling sees a GPU. Columns are reduced by blocks of 64 over at least as many rows; a few thousand
+    blocks fill the chip, and what they leave is small to read again."""
+    return Machine(threads, lanes=64, split_columns=512, pieces=8 * threads, piece=64, parts=4)
+
+
 class CudaGraph:
     """See dicp.vendor.base.Vendor. With `interpret` it serves CPU tensors through Triton's interpreter."""
 
@@ -79,7 +85,7 @@ class CudaGraph:
         # A row is a block, and four rows a thread are wanted: one block for each multiprocessor. A power of
         # two, because it has to divide what is split.
         quarter = max(torch.cuda.get_device_properties().multi_processor_count // 4, 1)
-        return Machine(1 << quarter.bit_length() - 1, lanes=64)
+        return gpu(1 << quarter.bit_length() - 1)
 
     def ceilings(self, dtype: torch.dtype) -> tuple[list[Load], Load]:
         """A large product, and a copy, of which each byte is read and written (dicp.bench)."""

@@ -247,9 +247,18 @@ def _strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     return [strides(v) for v in vals]
 
 
+def _gradients_in_layout(lowering: Any, args: list[Any]) -> list[Any]:
+    """The result's gradient and the image, both channels-last where the image is."""
+    if len(args[1].shape) == 4:
+        args[1] = lowering.operand(args[1])
+        if _channels_last(args[1]):
+            args[0] = lowering.in_order(args[0], (0, 2, 3, 1))
+    return args
+
+
 def _in_layout(node: fx.Node) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:
     """The first operands stored in the layout that the layout pass chose for them; weight and residual as the
-    image, which cuDNN would copy them to."""
+    image, and the gradient as the image that was convolved, which cuDNN would copy them to."""
     fused = node.target is torch.ops.dicp.conv.default
     backward = node.target is aten.convolution_backward.default
     count = 3 if backward else 1
@@ -260,7 +269,9 @@ def _in_layout(node: fx.Node) -> Callable[[Any, fx.Node, Sequence[Any]], Sequenc
             source = node.args[k]
             if isinstance(source, fx.Node) and "dicp_layout" in source.meta:
                 wanted[k] = lowering.in_order(args[k], source.meta["dicp_layout"])
-        if not backward and len(node.meta["val"].shape) == 4 and _parts(node.args, node.target)[7] == 1:
+        if backward:
+            return _gradients_in_layout(lowering, wanted)
+        if len(node.meta["val"].shape) == 4 and _parts(node.args, node.target)[7] == 1:
             wanted[0] = lowering.operand(wanted[0])
             if _channels_last(wanted[0]):
                 wanted[1] = lowering.in_order(wanted[1], (0, 2, 3, 1))

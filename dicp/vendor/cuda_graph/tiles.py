@@ -21,12 +21,21 @@ from dicp.ir.index import Index
 from dicp.ir.kernel import Axis, Kernel, Store, expressions
 
 PERSISTENT = 16384  # elements of a row kept in registers
-PERSISTENT_COLUMN = 64  # the same where neighbouring results, not neighbours in the row, are contiguous
-COLUMN_TILE = 4096  # elements of a tile whose columns are reduced: a warp reads a whole line of 512 bytes
+PERSISTENT_COLUMN = 64
+"""The same where neighbouring results, not neighbours in the row, are contiguous: longer ones run in a loop over
+whole lines of memory,"""
+CACHED_COLUMN, CACHED_ELEMENTS = 1024, 1 << 18
+"""unless all there is to read lies in L2, as the parts of a reduction in two steps do."""
+COLUMNS, COLUMN_TILE = 64, 8192
+"""Columns of a tile in such a loop, and its elements, 32 a thread. On an H100, 65,536x1,024 elements of bfloat16
+are read at 87 % of a copy's bandwidth so; with tiles of half that height, in four times as many parts, at 67 %,
+with tiles of 256 columns at 72 %."""
 ROW_TILE = 1024
 """Elements of a tile of whole rows, 16 a thread. On an H100 softmax of rows of 1,024 reads and writes at 97 %
 of a copy's bandwidth so, at 89 % with twice the elements and half of them a thread."""
-LOOP_ROW = 2048  # elements of a row that one step of a loop takes
+LOOP_ROW, LONG_LOOP_ROW = 2048, 8192
+"""Elements of a row that one step of a loop takes; of rows that begin at whole vectors. On an H100, softmax of
+rows of 32,000 in bfloat16 reads and writes at 55 and 79 % of a copy's bandwidth, of 50,257 at 46 and 37 %."""
 PLANE_SIDE = 16  # a transposition pays from this many elements along both axes
 ATOMIC = {
     "add": (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16),
@@ -94,24 +103,35 @@ def needs_order(kernel: Kernel, interpreted: bool = False) -> bool:
     return False
 
 
+def _by_rows(inner: tuple[Axis, ...], outer: tuple[Axis, ...], positions: list[Index]) -> bool:
+    """Whether neighbours along what is reduced, rather than neighbouring results, are contiguous in most of what
+    is read and written for each element: what only a row or a result has is small beside it."""
+    full = [i for i in positions if all(any(ix.depends(i, a.var) for a in axes) for axes in (inner, outer))]
+    if not full:
+        return True
+    along = sum(ix.moves_by_one(i, inner[-1].var) for i in full)
+    return along >= sum(ix.moves_by_one(i, outer[-1].var) for i in full)
+
+
+def _persistent(extent: Index, results: Index, contiguous: bool) -> bool:
+    """Whether a row is one tile."""
+    if not isinstance(extent, int):
+        return False
+    if contiguous or extent <= PERSISTENT_COLUMN:
+        return extent <= PERSISTENT
+    return isinstance(results, int) and extent <= CACHED_COLUMN and extent * results <= CACHED_ELEMENTS
+
+
 def choose_tile(kernel: Kernel, interpreted: bool = False) -> Tile:
     inner, outer = kernel.inner, kernel.outer
     loads, stores = _accesses(kernel)
     if inner:
-        extent = Tile.extent(inner)
-        by_row = sum(ix.moves_by_one(i, inner[-1].var) for i in loads + stores)
-        by_column = (
-            sum(ix.moves_by_one(i, outer[-1].var) for i in loads if any(ix.depends(i, a.var) for a in inner))
-            if outer
-            else 0
-        )
-        contiguous = by_row >= by_column or by_column == 0
-        limit = PERSISTENT if contiguous else PERSISTENT_COLUMN
+        contiguous = _by_rows(inner, outer, loads + stores)
         return Tile(
             "rows",
             outer,
             r=inner,
-            persistent=isinstance(extent, int) and extent <= limit,
+            persistent=_persistent(Tile.extent(inner), Tile.extent(outer), contiguous),
             contiguous=contiguous,
         )
     if needs_order(kernel, interpreted):
@@ -150,14 +170,26 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
             size //= 2
         return Blocks(min(size, _power_of_two(x)), warps=4 if size >= 512 else 2 if size >= 256 else 1)
     extent = Tile.extent(tile.r)
-    r = _power_of_two(extent) if tile.persistent and isinstance(extent, int) else LOOP_ROW
-    if tile.contiguous:
-        rows = max(1, min(ROW_TILE // r, 32, _power_of_two(max(1, x // 264))))
-        each = 512 if tile.persistent else 256
-        return Blocks(rows, r=r, warps=max(1, min(16, rows * r // each)))
-    most = max(8, 512 // narrow if not tile.persistent else COLUMN_TILE // r)
-    columns = max(8, min(most, _power_of_two(max(1, x // 264)), _power_of_two(x)))
-    r = r if tile.persistent else COLUMN_TILE // columns
+    if not tile.contiguous:
+        return _column_blocks(tile, x)
+    if not tile.persistent:
+        vectors = isinstance(extent, int) and extent % (16 // narrow) == 0 and extent >= 2 * LONG_LOOP_ROW
+        step = LONG_LOOP_ROW if vectors else LOOP_ROW
+        return Blocks(1, r=step, warps=step // 256)
+    r = _power_of_two(extent)  # type: ignore[arg-type]
+    rows = max(1, min(ROW_TILE // r, 32, _power_of_two(max(1, x // 264))))
+    return Blocks(rows, r=r, warps=max(1, min(16, rows * r // 512)))
+
+
+def _column_blocks(tile: Tile, x: int) -> Blocks:
+    """Of reductions whose neighbouring results are contiguous."""
+    most = min(_power_of_two(max(1, x // 264)), _power_of_two(x))  # two programs for each multiprocessor
+    if tile.persistent:
+        r = _power_of_two(Tile.extent(tile.r))  # type: ignore[arg-type]
+        columns = max(8, min(4096 // r, most))
+    else:
+        columns = max(8, min(COLUMNS, most))
+        r = COLUMN_TILE // columns
     return Blocks(columns, r=r, warps=max(1, min(8, columns * r // 1024)))
 
 
@@ -179,4 +211,4 @@ def row_has_tail(tile: Tile) -> bool:
     extent = Tile.extent(tile.r)
     if not isinstance(extent, int) or extent <= 0 or extent & (extent - 1):
         return True
-    return not tile.persistent and extent % LOOP_ROW != 0
+    return not tile.persistent and extent % LONG_LOOP_ROW != 0

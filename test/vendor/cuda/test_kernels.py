@@ -145,22 +145,60 @@ def test_symbolic_sizes(config: Config) -> None:
         agree(kernel, [x, torch.zeros(m * n)], (m, n), config, rtol=1e-4, atol=1e-7)
 
 
+def columns(results: int, rows: int, dtype: torch.dtype, per_row: int = 0) -> Kernel:
+    """Sums of columns of a matrix, of products with `per_row` vectors that have an element for each row."""
+    i, j = Var("i", results), Var("j", rows)
+    value = Expr("load", ("x", ix.of(j) * results + ix.of(i)), dtype)
+    for k in range(per_row):
+        value = Expr("mul", (value, Expr("load", (f"w{k}", ix.of(j)), dtype)), dtype)
+    given = [Param("x", dtype, False), *(Param(f"w{k}", dtype, False) for k in range(per_row))]
+    return Kernel(
+        "columns",
+        (Axis(i), Axis(j, reduced=True)),
+        (*given, Param("y", torch.float32, True, False)),
+        (),
+        (Reduce(("t",), "sum", value), Store("y", ix.of(i), Expr("ref", ("t",), torch.float32))),
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [32, 1000])
 def test_columns_are_read_by_whole_lines(dtype: torch.dtype, rows: int) -> None:
-    """A warp has 512 bytes of neighbours, where rows are many; a thread at least 16 elements, either way."""
-    i, j = Var("i", 1 << 17), Var("j", rows)
-    x = Expr("load", ("x", ix.of(j) * (1 << 17) + ix.of(i)), dtype)
-    kernel = Kernel(
-        "columns",
-        (Axis(i), Axis(j, reduced=True)),
-        (Param("x", dtype, False), Param("y", torch.float32, True, False)),
-        (),
-        (Reduce(("t",), "sum", x), Store("y", ix.of(i), Expr("ref", ("t",), torch.float32))),
-    )
+    """128 bytes of neighbours at the least; a thread has 32 elements, either way."""
+    kernel = columns(1 << 17, rows, dtype)
     blocks = tiles.choose_blocks(kernel, tiles.choose_tile(kernel))
-    assert blocks.x * dtype.itemsize >= (512 if rows > tiles.PERSISTENT_COLUMN else 256)
-    assert blocks.x * blocks.r == tiles.COLUMN_TILE and blocks.x * blocks.r // (32 * blocks.warps) >= 16
+    assert blocks.x * dtype.itemsize >= 128
+    assert blocks.x * blocks.r // (32 * blocks.warps) == 32
+
+
+def test_what_a_row_has_does_not_make_columns_rows() -> None:
+    """As in the gradients of a norm's weight: two statistics of each row are read along what is summed over."""
+    assert not tiles.choose_tile(columns(768, 2048, torch.float32, per_row=2)).contiguous
+
+
+@pytest.mark.parametrize(
+    ("results", "rows", "whole"), [(768, 32, True), (64, 1024, True), (64, 1025, False), (8192, 128, False)]
+)
+def test_short_or_cached_columns_are_one_tile(results: int, rows: int, whole: bool) -> None:
+    assert tiles.choose_tile(columns(results, rows, torch.float32)).persistent == whole
+
+
+@pytest.mark.parametrize(
+    ("length", "step"), [(32000, tiles.LONG_LOOP_ROW), (50257, tiles.LOOP_ROW), (20480, tiles.LONG_LOOP_ROW)]
+)
+def test_long_rows_are_looped_over_in_steps(length: int, step: int) -> None:
+    """Long ones, where rows begin at whole vectors; a last step that reaches beyond the end is masked."""
+    i, j = Var("i", 4096), Var("j", length)
+    value = Expr("load", ("x", ix.of(i) * length + ix.of(j)), torch.bfloat16)
+    kernel = Kernel(
+        "sums",
+        (Axis(i), Axis(j, reduced=True)),
+        (Param("x", torch.bfloat16, False), Param("y", torch.float32, True, False)),
+        (),
+        (Reduce(("t",), "sum", value), Store("y", ix.of(i), Expr("ref", ("t",), torch.float32))),
+    )
+    tile = tiles.choose_tile(kernel)
+    assert tiles.choose_blocks(kernel, tile).r == step and tiles.row_has_tail(tile)
 
 
 def test_transposition_is_a_plane(config: Config) -> None:
