@@ -79,23 +79,18 @@ class Accumulators:
         inside.lines.append(f"{acc} = {STEPS[kind].format(acc, kept)}{note}")
 
     def _add_moments(self, acc: str, value: str, dtype: torch.dtype, inside: Scope, before: Scope) -> None:
-        """Welford's recurrence, one state for each place of the tile."""
-        for part in ("mean", "m2", "n"):
+        """Welford's recurrence, one state for each place of the tile; places that are live have all seen as
+        many values."""
+        for part in ("mean", "m2"):
             self._start(f"{acc}_{part}", literal(0.0, dtype), dtype, before)
-        live = "live_r" if "r" in self.writer.live else None
-        step, away = self.writer.fresh("t"), self.writer.fresh("t")
-        gap = f"{value} - {acc}_mean"
-        if live is None:
-            one, first, square = typed(1.0, dtype), gap, f"{step} * {away} * ({gap})"
-        else:  # an infinity beyond the end would be NaN times 0
-            one, first = f"{live}.to({TYPES[dtype]})", f"tl.where({live}, {gap}, 0)"
-            square = f"{away} * {first}"
+        share, away, gap = self.writer.fresh("t"), self.writer.fresh("t"), f"{value} - {acc}_mean"
+        if "r" in self.writer.live:  # an infinity beyond the end would be NaN times 0
+            gap = f"tl.where(live_r, {gap}, 0)"
         inside.lines += [
-            f"{step} = {one}",
-            f"{acc}_n += {step}",
-            f"{away} = {first}",
-            f"{acc}_mean += {step} * {away} / tl.where({acc}_n > 0, {acc}_n, 1)",
-            f"{acc}_m2 += {square}",
+            f"{share} = {typed(1.0, dtype)} / (start // R + 1)",
+            f"{away} = {gap}",
+            f"{acc}_mean += {away} * {share}",
+            f"{acc}_m2 += {away} * ({gap})",
         ]
 
     def _add_position(self, kind: str, acc: str, kept: str, inside: Scope, before: Scope) -> None:
@@ -112,7 +107,11 @@ class Accumulators:
         kind, acc = _kind(s), _accumulator(s)
         if kind == "welford":
             mean, m2 = s.refs
-            scope.lines.append(f"{mean}, {m2} = d.row_moments({acc}_mean, {acc}_m2, {acc}_n)")
+            seen = f"({host_text(Tile.extent(self.tile.r))} - tl.arange(0, R)[None, :] + R - 1) // R"
+            scope.lines += [
+                f"{acc}_n = ({seen}).to({TYPES[s.value.dtype]})",
+                f"{mean}, {m2} = d.row_moments({acc}_mean, {acc}_m2, {acc}_n)",
+            ]
             self._known(s)
         elif kind.startswith("arg"):
             self._name(s, 0, f"d.row_{kind}({acc}, {acc}_at)", scope)

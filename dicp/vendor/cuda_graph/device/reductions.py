@@ -1,4 +1,4 @@
-"""Reductions along the second dim of a tile, and how two of their values join."""
+"""Reductions along the second dim of a tile."""
 
 import triton
 import triton.language as tl
@@ -14,15 +14,6 @@ def add(x, y):
 @triton.jit
 def multiply(x, y):
     return x * y
-
-
-@triton.jit
-def join_moments(mean, m2, n, other_mean, other_m2, other_n):
-    """Mean, sum of squared deviations and count of two sets of numbers together (Chan et al., 1979)."""
-    total = n + other_n
-    share = tl.where(total > 0, other_n / tl.where(total > 0, total, 1), 0)
-    away = other_mean - mean
-    return mean + away * share, m2 + other_m2 + away * away * n * share, total
 
 
 @triton.jit
@@ -66,6 +57,8 @@ def first_where(hit, position):
 
 @triton.jit
 def row_moments(mean, m2, n):
-    """(mean, m2) of partial (mean, m2, count)."""
-    mean, m2, n = tl.reduce((mean, m2, n), 1, join_moments, keep_dims=True)
-    return mean, m2
+    """Mean and sum of squared deviations of all, of those and counts of parts: [X, R], [X, R] and [1, R]."""
+    total = row_sum(n)
+    centre = row_sum(mean * (n / tl.where(total > 0, total, 1)))
+    away = mean - centre
+    return centre, row_sum(m2 + n * away * away)
