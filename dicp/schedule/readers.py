@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from dicp.schedule.traced import is_view, reduces, view_root
 
 MAX_LOADS = 16  # reads inlined into one expression before it is materialised
 MAX_COST = 160  # adds inlined into one expression before it is materialised
-CHEAP_COST = 6  # a single-load expression up to this cost is recomputed by every reader
+CHEAP_COST = 6
+"""An expression up to this cost is recomputed by every reader, where it is read from one value, or from no more
+bytes for each element than it has itself: a value less its mean."""
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 
 
@@ -59,7 +61,7 @@ class Readers:
         if loads == 0:
             return work > CHEAP_FREE_COST
         indirect = any(e.op == "check" for e in nodes)
-        return loads > 1 or work > CHEAP_COST or indirect
+        return work > CHEAP_COST or indirect or (loads > 1 and _bytes_read(nodes) > expr.dtype.itemsize)
 
     def _broadcast(self, node: fx.Node, shape: Shape) -> bool:
         """Whether some reader asks for the same element many times."""
@@ -72,6 +74,15 @@ class Readers:
                 if bigger or (is_view(user) and self._broadcast(user, shape)):
                     return True
         return False
+
+
+def _bytes_read(nodes: Iterable[Expr]) -> int:
+    """Bytes that an element of an expression is read from; not of what is the same along some dim, which stays
+    at hand."""
+    reads = [e for e in nodes if e.op == "at"]
+    dims = [{a for i in e.args[1] if isinstance(i, ix.Poly) for a in ix.atoms(i)} for e in reads]
+    every = set().union(*dims)
+    return sum(e.dtype.itemsize for e, own in zip(reads, dims, strict=True) if own == every)
 
 
 def _returned_together(gm: fx.GraphModule) -> set[fx.Node]:
