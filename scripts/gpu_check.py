@@ -440,8 +440,8 @@ def main() -> int:
         for part in (
             lambda: first_part(report, gate, workers),
             lambda: tuned(report, gate),
-            lambda: second_part(report, gate),
             lambda: compile_times(report),
+            lambda: second_part(report, gate),
         ):
             if report.left > 45:
                 try:

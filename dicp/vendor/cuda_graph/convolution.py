@@ -127,7 +127,8 @@ def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
 def _plans(node: fx.Node) -> list[Plan]:
     batch, channels, height, width = (size_hint(n) for n in node.meta["val"].shape)
     pixels = max(64, batch * height * width)  # as for rows that vary: tiles, not rows one by one
-    cuts = products.plans(pixels, channels, _terms(node), 1, node.meta["val"].dtype, few=False, along_k=True)
+    dtype = node.meta["val"].dtype
+    cuts = products.plans(pixels, channels, _terms(node), 1, dtype, few=False, along_k=True, widest=128)
     return list(dict.fromkeys(replace(p, split=1) for p in cuts))
 
 

@@ -58,7 +58,8 @@ def _plans(node: fx.Node, axis: Axis) -> list[Plan]:
     extents = {"m": size_hint(x.shape[-2]), "n": size_hint(y.shape[-1]), "k": size_hint(x.shape[-1])}
     extents[axis] = max(1, extents[axis] // groups)
     m, n, k = extents["m"], extents["n"], extents["k"]
-    cuts = products.plans(m, n, k, groups, x.dtype, few=False, along_k=size_hint(y.stride(-2)) == 1)
+    along_k = size_hint(y.stride(-2)) == 1
+    cuts = products.plans(m, n, k, groups, x.dtype, few=False, along_k=along_k, widest=128)
     return list(dict.fromkeys(replace(p, split=1) for p in cuts))
 
 
