@@ -97,6 +97,8 @@ def _compile(
     problem = vendor.available(config)
     if problem is not None:
         raise DicpError(f"{vendor.name} cannot run here: {problem}")
+    if hasattr(vendor, "warm_up"):
+        vendor.warm_up(config)
     return compile_joint(gm, example_inputs, vendor, config)
 
 

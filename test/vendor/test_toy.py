@@ -17,6 +17,7 @@ import toy
 import dicp
 from dicp.compiler import observe
 from dicp.config import Config
+from dicp.dynamo_bridge.backend import backend_for
 from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
 
 HERE = Path(__file__).parent
@@ -73,6 +74,18 @@ def test_agrees_with_eager(name: str, dynamic: bool) -> None:
         low = want.dtype == torch.bfloat16 if isinstance(want, torch.Tensor) else False
         torch.testing.assert_close(got, want, rtol=2e-2 if low else 1e-4, atol=1e-5)
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_vendor_is_told_that_a_compile_begins() -> None:
+    told: list[Any] = []
+
+    class Warm(toy.Toy):
+        def warm_up(self, config: Any) -> None:
+            told.append(config.interpret)
+
+    f = torch.compile(lambda x: x + 1, backend=backend_for(Warm()))
+    f(torch.ones(3)), f(torch.ones(3))
+    assert told == [False]
 
 
 def test_trains() -> None:

@@ -37,6 +37,12 @@ class CudaGraph:
             "to run the kernels on CPU tensors through Triton's interpreter (for tests: slow)"
         )
 
+    def warm_up(self, config: Any) -> None:
+        if not config.interpret:
+            from dicp.vendor.cuda_graph.launch import warm_up
+
+            warm_up()
+
     def supports(self, target: Any, node: fx.Node) -> bool:
         from dicp.vendor.cuda_graph.claims import supports
 

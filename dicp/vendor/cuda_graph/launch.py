@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ POINTERS = {
 }
 WIDE = 1 << 30  # elements from which positions take 64 bits (a last tile may reach beyond the end)
 ALIGN = 16  # bytes: one vector access
+log = logging.getLogger("dicp")
 _loading = threading.Lock()
 _interpreting = threading.Lock()
 
@@ -142,6 +144,27 @@ def compile_for(
 def target_of(device: int) -> GPUTarget:
     major, minor = torch.cuda.get_device_capability(device)
     return GPUTarget("cuda", major * 10 + minor, 32)
+
+
+@triton.jit
+def _nothing() -> None:
+    return
+
+
+@functools.cache
+def warm_up() -> threading.Thread:
+    """Have Triton read what its first compile in a process takes (all of its own library, for the keys of its
+    cache) while Python still traces."""
+
+    def compile_nothing() -> None:
+        try:
+            triton.compile(ASTSource(_nothing, {}, {}), target=GPUTarget("cuda", 90, 32))
+        except Exception as e:  # of no consequence here: the kernels that follow say what is wrong
+            log.debug("Triton is not warm: %s", e)
+
+    thread = threading.Thread(target=compile_nothing, name="dicp-warm-up", daemon=True)
+    thread.start()
+    return thread
 
 
 # -- the driver ----------------------------------------------------------------------------------------------

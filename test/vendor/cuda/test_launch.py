@@ -144,3 +144,13 @@ def test_a_thread_without_a_context_enters_the_devices(kernel: Any) -> None:
     library.context = 0  # another thread
     call(1, 5, False, 4096, 8192, 64)
     assert library.entered == [1001, 1001] and len(library.launches) == 2
+
+
+def test_triton_is_warmed_up_once_and_beside_what_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    with caplog.at_level(logging.DEBUG, "dicp"):
+        thread = launch.warm_up()
+        assert thread.daemon and launch.warm_up() is thread
+        thread.join(60)
+    assert not thread.is_alive() and "not warm" not in caplog.text
