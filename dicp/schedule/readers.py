@@ -19,8 +19,8 @@ from dicp.schedule.traced import is_view, reduces, view_root
 MAX_LOADS = 16  # reads inlined into one expression before it is materialised
 MAX_COST = 160  # adds inlined into one expression before it is materialised
 CHEAP_COST = 6
-"""An expression up to this cost is recomputed by every reader, where it is read from one value, or from no more
-bytes for each element than it has itself: a value less its mean."""
+"""An expression up to this cost is recomputed by every reader, where it is read from one value, or from no
+more bytes for each element than it has itself: a value less its mean."""
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 
 
@@ -77,8 +77,8 @@ class Readers:
 
 
 def _bytes_read(nodes: Iterable[Expr]) -> int:
-    """Bytes that an element of an expression is read from; not of what is the same along some dim, which stays
-    at hand."""
+    """Bytes that an element of an expression is read from; not of what is the same along some dim, which
+    stays at hand."""
     reads = [e for e in nodes if e.op == "at"]
     dims = [{a for i in e.args[1] if isinstance(i, ix.Poly) for a in ix.atoms(i)} for e in reads]
     every = set().union(*dims)

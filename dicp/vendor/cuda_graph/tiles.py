@@ -22,20 +22,21 @@ from dicp.ir.kernel import Axis, Kernel, Store, expressions
 
 PERSISTENT = 16384  # elements of a row kept in registers
 PERSISTENT_COLUMN = 64
-"""The same where neighbouring results, not neighbours in the row, are contiguous: longer ones run in a loop over
-whole lines of memory,"""
+"""The same where neighbouring results, not neighbours in the row, are contiguous: longer ones run in a loop
+over whole lines of memory,"""
 CACHED_COLUMN, CACHED_ELEMENTS = 1024, 1 << 18
 """unless all there is to read lies in L2, as the parts of a reduction in two steps do."""
 COLUMNS, COLUMN_TILE = 64, 8192
-"""Columns of a tile in such a loop, and its elements, 32 a thread. On an H100, 65,536x1,024 elements of bfloat16
-are read at 87 % of a copy's bandwidth so; with tiles of half that height, in four times as many parts, at 67 %,
-with tiles of 256 columns at 72 %."""
+"""Columns of a tile in such a loop, and its elements, 32 a thread. On an H100, 65,536x1,024 elements of
+bfloat16 are read at 87 % of a copy's bandwidth so; with tiles of half that height, in four times as many
+parts, at 67 %, with tiles of 256 columns at 72 %."""
 ROW_TILE = 1024
 """Elements of a tile of whole rows, 16 a thread. On an H100 softmax of rows of 1,024 reads and writes at 97 %
 of a copy's bandwidth so, at 89 % with twice the elements and half of them a thread."""
 LOOP_ROW, LONG_LOOP_ROW = 2048, 8192
-"""Elements of a row that one step of a loop takes; of rows that begin at whole vectors. On an H100, softmax of
-rows of 32,000 in bfloat16 reads and writes at 55 and 79 % of a copy's bandwidth, of 50,257 at 46 and 37 %."""
+"""Elements of a row that one step of a loop takes; of rows that begin at whole vectors. On an H100, softmax
+of rows of 32,000 in bfloat16 reads and writes at 55 and 79 % of a copy's bandwidth, log_softmax of 50,257 at
+46 and 37 %."""
 PLANE_SIDE = 16  # a transposition pays from this many elements along both axes
 ATOMIC = {
     "add": (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16),
@@ -104,8 +105,8 @@ def needs_order(kernel: Kernel, interpreted: bool = False) -> bool:
 
 
 def _by_rows(inner: tuple[Axis, ...], outer: tuple[Axis, ...], positions: list[Index]) -> bool:
-    """Whether neighbours along what is reduced, rather than neighbouring results, are contiguous in most of what
-    is read and written for each element: what only a row or a result has is small beside it."""
+    """Whether neighbours along what is reduced, rather than neighbouring results, are contiguous in most of
+    what is read and written for each element: what only a row or a result has is small beside it."""
     full = [i for i in positions if all(any(ix.depends(i, a.var) for a in axes) for axes in (inner, outer))]
     if not full:
         return True
