@@ -25,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("llama", "bert", "gpt2", "vit", "resnet50")
+PARTS = ("inference", "tuned", "compile", "training")
 DECODING = "llama_7b-decode"
 BATCH = {"inference": 16, "training": 8}  # times what the CPU's benchmark has
 DTYPES = ("float32", "bfloat16", "float16", "int64")
@@ -161,7 +162,7 @@ def first_part(report: Report, gate: Gate, workers: int) -> None:
         tests = start_tests()
         suite = start_conformance(Path(folder), workers)
         rows = [job("steady", name, BATCH["inference"]) for name in MODELS] + [job("steady", DECODING, 1)]
-        others = [part_of("kernels", gate.path), job("overhead", MODELS[0], 1)]
+        others = [part_of("kernels", "--lock", gate.path), job("overhead", MODELS[0], 1)]
         wait_for(gate, [*rows, *others], report.left * 0.4)
         report.add("tests", tests_found(tests))
         suite.stop()
@@ -235,17 +236,17 @@ def compile_times(report: Report) -> None:
 
 
 def tuned(report: Report, gate: Gate) -> None:
-    """Inductor's max-autotune beside dicp's: two models tune at a time, measured when all are ready."""
+    """Inductor's max-autotune beside dicp's: three models tune at a time, measured when all are ready."""
     from dicp.bench.run import Job
     from dicp.bench.workloads import Setting
 
     setting = Setting("inference", "bf16", device="cuda", batch=BATCH["inference"])
     end, rows = report.left * 0.4, []
     with gate.shut():
-        for k in range(0, len(MODELS), 2):
+        for k in range(0, len(MODELS), 3):
             if report.left < end:
                 break
-            rows += [bench(Job("steady", name, setting, TUNED, lock=gate.path)) for name in MODELS[k : k + 2]]
+            rows += [bench(Job("steady", name, setting, TUNED, lock=gate.path)) for name in MODELS[k : k + 3]]
             wait_for(gate, rows, report.left - end)
     take(report, "tuned", rows)
 
@@ -428,8 +429,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_check_results"))
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("lock", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
     args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if args.part:
         print(json.dumps(kernels(args.lock)))
         return 0
@@ -437,15 +441,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(folder)
         workers = max(1, len(os.sched_getaffinity(0)) // 3)
-        for part in (
-            lambda: first_part(report, gate, workers),
-            lambda: tuned(report, gate),
-            lambda: compile_times(report),
-            lambda: second_part(report, gate),
-        ):
+        parts: dict[str, Callable[[], None]] = {
+            "inference": lambda: first_part(report, gate, workers),
+            "tuned": lambda: tuned(report, gate),
+            "compile": lambda: compile_times(report),
+            "training": lambda: second_part(report, gate),
+        }
+        for name in args.parts or parts:
             if report.left > 45:
                 try:
-                    part()
+                    parts[name]()
                 except Exception as e:  # whatever it is, the other parts run
                     traceback.print_exc()
                     report.add("problems", [f"{type(e).__name__}: {e}"])

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Test and measure dicp_cuda on a machine with a CUDA GPU, in at most 9 minutes; nothing is installed.
-#   bash scripts/gpu_check.sh [OUT_DIR [SECONDS]]   default: gpu_check_results 500; writes gpu_check.json and gpu_check.md there
+#   bash scripts/gpu_check.sh [OUT_DIR [SECONDS [PART...]]]   default: gpu_check_results 500, all parts
+# Writes gpu_check.json and gpu_check.md there. Parts: inference (with the tests, conformance and kernels), tuned, compile, training.
 # Needs torch 2.11 or later with its Triton and setuptools, numpy, pytest, transformers. No GPU: exit status 3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,4 +17,4 @@ mkdir -p "$out"
 names="$(mktemp -d)"
 trap 'rm -rf "$names"' EXIT
 "$python" setup.py -q egg_info --egg-base "$names"
-PYTHONPATH="$PWD:$PWD/test:$names${PYTHONPATH:+:$PYTHONPATH}" timeout $((seconds + 40)) "$python" scripts/gpu_check.py --out "$out" --seconds "$seconds"
+PYTHONPATH="$PWD:$PWD/test:$names${PYTHONPATH:+:$PYTHONPATH}" timeout $((seconds + 40)) "$python" scripts/gpu_check.py --out "$out" --seconds "$seconds" "${@:3}"
