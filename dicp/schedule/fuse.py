@@ -19,6 +19,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices
 from dicp.passes.facts import is_pure
+from dicp.schedule.beside import RECENT, Space, same_axes, space_of
 from dicp.schedule.defs import (
     Buffer,
     Call,
@@ -89,6 +90,7 @@ class _Fusion:
         self.writer: dict[str, int] = {}  # memory -> step that wrote it last
         self.readers: dict[str, set[int]] = {}  # memory -> steps that read it since
         self.by_buffer: dict[str, set[int]] = {}  # buffer -> groups that read it
+        self.spaces: dict[Space | None, list[int]] = {}  # iteration space -> groups that began with it
         self.memory = _memory_names(lowered)
         self.ordered: int | None = None  # the last call that draws random numbers, checks or has an effect
         self.symbols = lowered.symbols
@@ -175,6 +177,7 @@ class _Fusion:
             mapping: Mapping = {v: ix.of(self._axis(v.size)) for v in own}
             group = Group(closed=isinstance(d, Scatter))
             group.axes = [variable(mapping[v]) for v in own]
+            self.spaces.setdefault(space_of(d), []).append(len(self.steps))
             self.steps.append(group)
             self._add(group, d, mapping, reads)
         self.before.append(0)
@@ -206,12 +209,37 @@ class _Fusion:
             if best is None or saved > best[0]:
                 best = (saved, s, mapping)
         if best is None or best[0] <= 0:
-            return None
+            return self._beside(d, reads, deps)
         _, step, mapping = best
         group = self.steps[step]
         assert isinstance(group, Group)
         self._add(group, d, mapping, reads)
         return step
+
+    def _beside(self, d: Def, reads: list[tuple[str, Indices]], deps: set[int]) -> int | None:
+        """A group of the same iteration space that d may be computed beside."""
+        space, room = space_of(d), self.machine.launch_bytes - self._moved([Member(d, {}, reads)])
+        if space is None or room <= 0:
+            return None
+        for s in reversed(self.spaces.get(space, [])[-RECENT:]):
+            group = self.steps[s]
+            assert isinstance(group, Group)
+            late = any(self.before[o] >> s & 1 for o in deps if o != s)
+            if late or group.closed or len(group.members) >= MAX_MEMBERS or self._moved(group.members) > room:
+                continue
+            mapping = same_axes(group, d)
+            if mapping is None or not self._has_room(group, reads):
+                continue
+            if self._compatible(group, d, mapping, reads):
+                self._add(group, d, mapping, reads)
+                return s
+        return None
+
+    def _moved(self, members: list[Member]) -> int:
+        """Bytes that definitions read and write, at the sizes of the example."""
+        read = {n for m in members for n, _ in m.reads}
+        written = {b.name for m in members for b in m.definition.outputs if b is not None}
+        return sum(self.symbols.hint(self.buffers[n].nbytes) for n in read | written)
 
     def _saved(self, group: Group, d: Def, reads: list[tuple[str, Indices]]) -> int:
         """Bytes not moved, at the sizes of the example."""
@@ -236,8 +264,7 @@ class _Fusion:
 
     def _join(self, group: Group, d: Def, reads: list[tuple[str, Indices]]) -> Mapping | None:
         """The mapping under which d joins, or None."""
-        names = {p for m in group.members for p, _ in m.reads} | {n for n, _ in reads}
-        if len(names) + len(group.produced) > MAX_BUFFERS:
+        if not self._has_room(group, reads):
             return None
         for pairs in self._anchors(group, reads):
             mapping, refine = unify(pairs)
@@ -269,6 +296,10 @@ class _Fusion:
                 group.members, group.produced = trial.members, trial.produced
             return full
         return None
+
+    def _has_room(self, group: Group, reads: list[tuple[str, Indices]]) -> bool:
+        names = {p for m in group.members for p, _ in m.reads} | {n for n, _ in reads}
+        return len(names) + len(group.produced) <= MAX_BUFFERS
 
     def _refined(self, parts: list[Var]) -> tuple[Index, list[Var]]:
         fresh = [self._axis(v.size) for v in parts]

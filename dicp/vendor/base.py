@@ -63,8 +63,10 @@ class Machine:
     threads: rows it works on at a time; long reductions are split until there are four times as many results.
     lanes: float32 elements of a vector. cache_bytes: what a thread may read again at little cost.
     split_rows, split_columns: elements under one result from which a reduction along contiguous elements, or
-    along others, is split, each piece of `piece` at the least. parts: how many times as many results, pieces
-    counted, as are enough without splitting, a reduction along others may have: more only cost memory.
+    along others, is split: in `pieces` at the most, each of `piece` elements at the least. parts: how many
+    times as many results, pieces counted, as are enough without splitting there may be: more only cost
+    memory. launch_bytes: what it moves in the time that one kernel more takes; kernels of one iteration space
+    that move less together become one.
     """
 
     threads: int
@@ -75,6 +77,7 @@ class Machine:
     pieces: int = 1 << 30
     piece: int = 1
     parts: int = 16
+    launch_bytes: int = 0
 
     @property
     def row(self) -> int:

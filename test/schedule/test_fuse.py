@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from lowered import Kernels, compiled, interpret, names, program_of, text, trace
 from dicp.ir.kernel import Reduce, Scan, Store
 from dicp.schedule import fuse
 from dicp.schedule.memory import touched
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, Machine
 
 LIBRARY = Kernels({"mm": Claim("mm", lambda writer, call: [], out=True)})
 
@@ -194,6 +196,44 @@ def test_one_kernel(name: str) -> None:
     fn, *inputs = ONE[name]
     p = compiled(fn, *inputs)
     assert len(p.items) == len(p.launches) == 1, names(p)
+
+
+# -- beside each other -------------------------------------------------------------------------------------
+
+
+def sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.sum(1), y.amax(1)
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second sum reads what a call made of the first one, so that it has to come later."""
+    a = x.sum(1)
+    return a, (a[:, None].expand(4, 4) @ w).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs", "launch_bytes", "count"),
+    [
+        (sums, ((4, 8), (4, 8)), 1 << 10, 1),
+        (sums, ((4, 8), (4, 8)), 0, 2),  # a kernel more costs nothing there
+        (sums, ((4, 64), (4, 64)), 1 << 10, 2),  # too much to move
+        (sums, ((4, 8), (8, 4)), 1 << 10, 2),  # other iteration spaces
+        (chain, ((4, 4), (4, 4)), 1 << 10, 3),
+        (lambda x, y: (x + 1, y.t() * 2), ((4, 4), (4, 4)), 1 << 10, 1),
+        (lambda x, y: (x.sum(1), y * 2), ((4, 8), (4, 8)), 1 << 10, 2),
+    ],
+)
+def test_small_kernels_of_one_space(
+    fn: Any, inputs: Any, launch_bytes: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(threads=2, launch_bytes=launch_bytes)
+    monkeypatch.setattr(Kernels, "machine", lambda self, config: machine)
+    p = compiled(fn, *inputs, vendor=LIBRARY)
+    assert len(p.launches) == count, names(p)
+    if fn is not chain:  # the interpreter has no library
+        given = [torch.randn(shape) for shape in inputs]
+        for got, want in zip(interpret(p, given)[0], fn(*given), strict=True):
+            torch.testing.assert_close(got, want)
 
 
 # -- more than one -----------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from dicp.vendor.base import Claim, Load, Machine
 def gpu(threads: int) -> Machine:
     """As scheduling sees a GPU. Columns are reduced by blocks of 64 over at least as many rows; a few
     thousand blocks fill the chip, and what they leave is small to read again."""
-    return Machine(threads, lanes=64, split_columns=512, pieces=8 * threads, piece=64, parts=4)
+    cut = {"split_columns": 512, "pieces": 8 * threads, "piece": 64, "parts": 4}
+    return Machine(threads, lanes=64, launch_bytes=4 << 20, **cut)
 
 
 class CudaGraph:

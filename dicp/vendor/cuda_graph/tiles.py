@@ -107,8 +107,11 @@ def needs_order(kernel: Kernel, interpreted: bool = False) -> bool:
 def _by_rows(inner: tuple[Axis, ...], outer: tuple[Axis, ...], positions: list[Index]) -> bool:
     """Whether neighbours along what is reduced, rather than neighbouring results, are contiguous in most of
     what is read and written for each element: what only a row or a result has is small beside it."""
-    full = [i for i in positions if all(any(ix.depends(i, a.var) for a in axes) for axes in (inner, outer))]
-    if not full:
+    whole = [i for i in positions if all(ix.depends(i, a.var) for a in (*inner, *outer))]
+    full = whole or [
+        i for i in positions if all(any(ix.depends(i, a.var) for a in axes) for axes in (inner, outer))
+    ]
+    if not outer or not full:
         return True
     along = sum(ix.moves_by_one(i, inner[-1].var) for i in full)
     return along >= sum(ix.moves_by_one(i, outer[-1].var) for i in full)

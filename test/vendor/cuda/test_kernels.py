@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernels import TARGETS, compile_everywhere, load, pointwise, reference, run
@@ -172,8 +174,22 @@ def test_columns_are_read_by_whole_lines(dtype: torch.dtype, rows: int) -> None:
 
 
 def test_what_a_row_has_does_not_make_columns_rows() -> None:
-    """As in the gradients of a norm's weight: two statistics of each row are read along what is summed over."""
-    assert not tiles.choose_tile(columns(768, 2048, torch.float32, per_row=2)).contiguous
+    """As in the gradients of a norm's weight: two statistics of each row are read along what is summed over.
+    In parts of the rows as well."""
+    kernel = columns(768, 2048, torch.float32, per_row=2)
+    assert not tiles.choose_tile(kernel).contiguous
+    part = Var("p", 4)
+    swap = {kernel.axes[1].var: ix.of(part) * 512 + ix.of(Var("j", 512))}
+    body = [replace(s, value=index_in(s.value, swap)) for s in kernel.body if isinstance(s, Reduce)]
+    axes = (Axis(part), kernel.axes[0], Axis(Var("j", 512), reduced=True))
+    assert not tiles.choose_tile(replace(kernel, axes=axes, body=(*body, kernel.body[1]))).contiguous
+
+
+def index_in(e: Expr, swap: dict[Var, ix.Index]) -> Expr:
+    """An expression whose positions are others."""
+    if e.op == "load":
+        return Expr("load", (e.args[0], ix.substitute(e.args[1], swap)), e.dtype)
+    return Expr(e.op, tuple(index_in(a, swap) if isinstance(a, Expr) else a for a in e.args), e.dtype)
 
 
 @pytest.mark.parametrize(
