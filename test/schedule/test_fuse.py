@@ -218,7 +218,7 @@ def chain(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         (sums, ((4, 8), (4, 8)), 0, 2),  # a kernel more costs nothing there
         (sums, ((4, 64), (4, 64)), 1 << 10, 2),  # too much to move
         (sums, ((4, 8), (8, 4)), 1 << 10, 2),  # other iteration spaces
-        (chain, ((4, 4), (4, 4)), 1 << 10, 3),
+        (chain, ((4, 4), (4, 4)), 1 << 10, 2),
         (lambda x, y: (x + 1, y.t() * 2), ((4, 4), (4, 4)), 1 << 10, 1),
         (lambda x, y: (x.sum(1), y * 2), ((4, 8), (4, 8)), 1 << 10, 2),
     ],
