@@ -60,7 +60,7 @@ def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
     cuts = plans(*vals)
     made = [_template(node, config, plan) for plan in cuts]
     copies = given is not None and (causal or given.dtype != vals[0].dtype or known[0] != known[1])
-    split = given is not None and cuts[0].parts > 1
+    split = given is not None and cuts[0].parts > 1 and _tile_rows(vals[0], vals[1]) <= PACKED_ROWS
     first = copies or split or known[2] != known[3]
     return [made[0], library, *made[1:]] if first else [library, *made]
 

@@ -175,7 +175,7 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
         return Blocks(min(size, _power_of_two(x)), warps=4 if size >= 512 else 2 if size >= 256 else 1)
     extent = Tile.extent(tile.r)
     if not tile.contiguous:
-        return _column_blocks(tile, x)
+        return _column_blocks(kernel, tile, x)
     if not tile.persistent:
         vectors = isinstance(extent, int) and extent % (16 // narrow) == 0 and extent >= 2 * LONG_LOOP_ROW
         step = LONG_LOOP_ROW if vectors else LOOP_ROW
@@ -185,16 +185,19 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
     return Blocks(rows, r=r, warps=max(1, min(16, rows * r // 512)))
 
 
-def _column_blocks(tile: Tile, x: int) -> Blocks:
-    """Of reductions whose neighbouring results are contiguous."""
+def _column_blocks(kernel: Kernel, tile: Tile, x: int) -> Blocks:
+    """Of reductions whose neighbouring results are contiguous. A thread has 32 elements, or 16 where each is
+    made of several: registers are what it has to spare."""
+    loads = {e.args[:2] for s in kernel.body for e in expressions(s) if e.op == "load"}
+    several = sum(all(ix.depends(i, a.var) for a in kernel.axes) for _, i in loads) > 1
     most = min(_power_of_two(max(1, x // 264)), _power_of_two(x))  # two programs for each multiprocessor
     if tile.persistent:
         r = _power_of_two(Tile.extent(tile.r))  # type: ignore[arg-type]
         columns = max(8, min(4096 // r, most))
     else:
         columns = max(8, min(COLUMNS, most))
-        r = COLUMN_TILE // columns
-    return Blocks(columns, r=r, warps=max(1, min(8, columns * r // 1024)))
+        r = COLUMN_TILE // columns // (2 if several else 1)
+    return Blocks(columns, r=r, warps=max(1, min(8, columns * r // (512 if several else 1024))))
 
 
 def _interpreted_blocks(tile: Tile, x: int) -> Blocks:

@@ -177,6 +177,19 @@ def test_who_serves_attention(cuda_cache: str) -> None:
         assert (name != "attention") == template, name
 
 
+@pytest.mark.parametrize(("rows", "template"), [(4, True), (40, False)])
+def test_keys_are_split_for_few_queries_only(rows: int, template: bool, cuda_cache: str) -> None:
+    """A token over a long cache; not a prompt whose batch leaves multiprocessors idle."""
+    q, k, mask = torch.randn(B, H, rows, D), torch.randn(B, H, 600, D), torch.randn(rows, 600)
+    seen: list[Any] = []
+    with compiler.observe(seen.append):
+        options = {"interpret": True, "cache_dir": cuda_cache}
+        run = torch.compile(F.scaled_dot_product_attention, backend=dicp_cuda, options=options)
+        torch.testing.assert_close(run(q, k, k, mask), F.scaled_dot_product_attention(q, k, k, mask))
+    (name,) = {c.claim.name for c in seen[0].program.library_calls}
+    assert (name != "attention") == template, name
+
+
 def test_training_with_a_mask_of_another_dtype(cuda_cache: str) -> None:
     """The forward is the template's, whose log of the sums the library's backward reads."""
     x, y = (torch.randn(1, 2, 6, 8).requires_grad_() for _ in range(2))

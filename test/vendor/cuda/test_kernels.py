@@ -173,6 +173,16 @@ def test_columns_are_read_by_whole_lines(dtype: torch.dtype, rows: int) -> None:
     assert blocks.x * blocks.r // (32 * blocks.warps) == 32
 
 
+def test_columns_of_several_values_take_fewer_a_thread() -> None:
+    kernel = columns(1 << 17, 1000, torch.bfloat16)
+    reduce, store = kernel.body
+    square = Expr("mul", (reduce.value, Expr("load", ("z", reduce.value.args[1]), torch.bfloat16)), torch.bfloat16)
+    both = (*kernel.params, Param("z", torch.bfloat16, False))
+    kernel = replace(kernel, params=both, body=(replace(reduce, value=square), store))
+    blocks = tiles.choose_blocks(kernel, tiles.choose_tile(kernel))
+    assert blocks.x * blocks.r // (32 * blocks.warps) == 16
+
+
 def test_what_a_row_has_does_not_make_columns_rows() -> None:
     """As in the gradients of a norm's weight: two statistics of each row are read along what is summed over.
     In parts of the rows as well."""
