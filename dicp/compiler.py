@@ -112,7 +112,7 @@ def _compile(gm: fx.GraphModule, job: _Job) -> Compiled:
         split = split_frozen(gm)
     if split is None:
         return _build(gm, job)
-    job.dump.graph("15_main", gm)
+    job.dump.graph("18_main", gm)
     alone = dataclasses.replace(job, name=f"{job.name}_constants", results="new", seconds={})
     constants = _build(split[0], alone)
     return _with_constants(_build(gm, job), constants, split[1], job.vendor)
