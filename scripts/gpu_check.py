@@ -337,14 +337,16 @@ def kernels(lock: str) -> Found:
     import torch
 
     from dicp.bench.measure import alone
-    from dicp.vendor.cuda_graph.clock import on_gpu
+    from dicp.vendor.cuda_graph.clock import GpuClock
+
+    clock = GpuClock()
 
     def rate(call: Callable[[], Any], nbytes: int) -> float:
         def some() -> None:
             for _ in range(8):
                 call()
 
-        return 8 * nbytes / statistics.median(on_gpu(some) for _ in range(7)) / 1e9
+        return 8 * nbytes / statistics.median(clock(some) for _ in range(7)) / 1e9
 
     cases, calls = kernel_cases(), {}
     for name, (fn, _) in cases.items():

@@ -4,8 +4,9 @@ A group has one iteration space: axes, some of them reduced. Each member's loop 
     the full space    (elementwise before, between and after the reductions; the reductions themselves), or
     the outer axes    (elementwise on reduction results).
 A definition joins the group that saves most memory traffic: the values it would have read back, and the
-reads it shares. It may join when every value of the group that it reads is the one computed at the same
-point, and when no step outside the group lies between the two.
+reads it shares; a small one joins one of the same iteration space where that spares a launch (beside.py). It
+may join when every value of the group that it reads is the one computed at the same point, and when no step
+outside the group lies between the two.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class _Fusion:
         self.writer: dict[str, int] = {}  # memory -> step that wrote it last
         self.readers: dict[str, set[int]] = {}  # memory -> steps that read it since
         self.by_buffer: dict[str, set[int]] = {}  # buffer -> groups that read it
-        self.spaces: dict[Space | None, list[int]] = {}  # iteration space -> groups that began with it
+        self.spaces: dict[Any, list[int]] = {}  # iteration space, and order in it -> groups that began so
         self.memory = _memory_names(lowered)
         self.ordered: int | None = None  # the last call that draws random numbers, checks or has an effect
         self.symbols = lowered.symbols
@@ -177,7 +178,7 @@ class _Fusion:
             mapping: Mapping = {v: ix.of(self._axis(v.size)) for v in own}
             group = Group(closed=isinstance(d, Scatter))
             group.axes = [variable(mapping[v]) for v in own]
-            self.spaces.setdefault(space_of(d), []).append(len(self.steps))
+            self.spaces.setdefault(self._kind(d, reads), []).append(len(self.steps))
             self.steps.append(group)
             self._add(group, d, mapping, reads)
         self.before.append(0)
@@ -218,10 +219,11 @@ class _Fusion:
 
     def _beside(self, d: Def, reads: list[tuple[str, Indices]], deps: set[int]) -> int | None:
         """A group of the same iteration space that d may be computed beside."""
-        space, room = space_of(d), self.machine.launch_bytes - self._moved([Member(d, {}, reads)])
-        if space is None or room <= 0:
+        kind = self._kind(d, reads)
+        room = self.machine.launch_bytes - (self._moved([Member(d, {}, reads)]) if kind else 0)
+        if kind is None or room <= 0:
             return None
-        for s in reversed(self.spaces.get(space, [])[-RECENT:]):
+        for s in reversed(self.spaces.get(kind, [])[-RECENT:]):
             group = self.steps[s]
             assert isinstance(group, Group)
             late = any(self.before[o] >> s & 1 for o in deps if o != s)
@@ -234,6 +236,16 @@ class _Fusion:
                 self._add(group, d, mapping, reads)
                 return s
         return None
+
+    def _kind(self, d: Def, reads: list[tuple[str, Indices]]) -> tuple[Space, bool] | None:
+        """Its iteration space, and whether it reduces what lies side by side; None where nothing is joined
+        for that."""
+        space = space_of(d) if self.machine.launch_bytes else None
+        if space is None:
+            return None
+        inner = d.rvars[-1:] if isinstance(d, Reduction) else []
+        along = any(ix.moves_by_one(self.buffers[n].flat(i), v) for n, i in reads if i for v in inner)
+        return space, along
 
     def _moved(self, members: list[Member]) -> int:
         """Bytes that definitions read and write, at the sizes of the example."""

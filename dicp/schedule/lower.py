@@ -243,7 +243,7 @@ class Lowering(DefinitionBuilder):
         if self.config.numerics == "eager" or ROUNDED in result.meta:
             value = self._rounded(value)
             expr = value(idx)
-        if self.readers.want_buffer(result, expr, value.shape, uses):
+        if self.readers.want_buffer(result, expr, value, uses, self.out.buffers):
             return self.named(value, result)
         return value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch.fx as fx
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
-from dicp.ir.value import Shape
+from dicp.ir.value import Shape, Value
 from dicp.ops.table import table
+from dicp.schedule.defs import Buffer
 from dicp.schedule.traced import is_view, reduces, view_root
 
 MAX_LOADS = 16  # reads inlined into one expression before it is materialised
@@ -44,9 +45,11 @@ class Readers:
         """How many read result k of a call with several."""
         return sum(self.counts[u] for u in node.users if u.target is operator.getitem and u.args[1] == k)
 
-    def want_buffer(self, node: fx.Node, expr: Expr, shape: Shape, count: int) -> bool:
-        """Whether a value with `count` readers is better computed once: they want it in memory, or `expr` is
-        dear."""
+    def want_buffer(
+        self, node: fx.Node, expr: Expr, value: Value, count: int, buffers: Mapping[str, Buffer]
+    ) -> bool:
+        """Whether a value with `count` readers is better computed once: they want it in memory, or `expr`,
+        its element, is dear."""
         if self.in_memory[node] > 1:
             return True
         nodes = ex.walk(expr)
@@ -54,14 +57,16 @@ class Readers:
         work = ex.cost(expr)
         if loads > MAX_LOADS or work > MAX_COST:
             return True
-        if work > CHEAP_COST and self._broadcast(node, shape):
+        if work > CHEAP_COST and self._broadcast(node, value.shape):
             return True
         if count <= 1:
             return False
         if loads == 0:
             return work > CHEAP_FREE_COST
         indirect = any(e.op == "check" for e in nodes)
-        return work > CHEAP_COST or indirect or (loads > 1 and _bytes_read(nodes) > expr.dtype.itemsize)
+        if work > CHEAP_COST or indirect:
+            return True
+        return loads > 1 and _bytes_read(nodes, buffers) > value.dtype.itemsize
 
     def _broadcast(self, node: fx.Node, shape: Shape) -> bool:
         """Whether some reader asks for the same element many times."""
@@ -76,13 +81,15 @@ class Readers:
         return False
 
 
-def _bytes_read(nodes: Iterable[Expr]) -> int:
+def _bytes_read(nodes: Iterable[Expr], buffers: Mapping[str, Buffer]) -> int:
     """Bytes that an element of an expression is read from; not of what is the same along some dim, which
     stays at hand."""
     reads = [e for e in nodes if e.op == "at"]
-    dims = [{a for i in e.args[1] if isinstance(i, ix.Poly) for a in ix.atoms(i)} for e in reads]
+    atoms = [{a for i in e.args[1] if isinstance(i, ix.Poly) for a in ix.atoms(i)} for e in reads]
+    dims = [{a for a in own if isinstance(a, ix.Var) and a.size is not None} for own in atoms]
     every = set().union(*dims)
-    return sum(e.dtype.itemsize for e, own in zip(reads, dims, strict=True) if own == every)
+    whole = [e for e, own in zip(reads, dims, strict=True) if own == every]
+    return sum(buffers[e.args[0]].dtype.itemsize for e in whole)
 
 
 def _returned_together(gm: fx.GraphModule) -> set[fx.Node]:

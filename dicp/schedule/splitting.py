@@ -110,14 +110,14 @@ def split_extent(
         rest = under // total
         if chosen and (rest < MIN_CHAIN or under // before <= LONG_CHAIN):
             break
-        if total > machine.pieces:
+        if total > machine.most_pieces:
             break
-        if total >= threads and rest >= 16:
+        if total >= threads and rest >= max(16, machine.least_piece):
             chosen = lead
     if chosen:
         return Split(chosen, None, _lies_inside(sample, shape, extent[:chosen], buffers))
-    most = min(machine.parts * enough // max(results, 1), under // machine.piece, machine.pieces)
-    return _cut(extent, threads, most)
+    spare = machine.most_results * enough // max(results, 1)
+    return _cut(extent, threads, min(spare, under // machine.least_piece, machine.most_pieces))
 
 
 def _cut(extent: Shape, threads: int, most: int) -> Split | None:

@@ -104,7 +104,8 @@ class Tuner:
                 log.info("%s of %s failed: %s", claim.name, call, str(e).partition("\n")[0])
         if not runs:
             raise DicpError("no candidate could be run")
-        seconds = timing.time_calls(runs, sets, getattr(self.vendor, "elapsed", timing.on_host))
+        clock = self.vendor.clock(self.config) if hasattr(self.vendor, "clock") else timing.on_host
+        seconds = timing.time_calls(runs, sets, clock)
         return decided({c.name: seconds.get(c.name) for c in found})
 
 

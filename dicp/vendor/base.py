@@ -63,10 +63,10 @@ class Machine:
     threads: rows it works on at a time; long reductions are split until there are four times as many results.
     lanes: float32 elements of a vector. cache_bytes: what a thread may read again at little cost.
     split_rows, split_columns: elements under one result from which a reduction along contiguous elements, or
-    along others, is split: in `pieces` at the most, each of `piece` elements at the least. parts: how many
-    times as many results, pieces counted, as are enough without splitting there may be: more only cost
-    memory. launch_bytes: what it moves in the time that one kernel more takes; kernels of one iteration space
-    that move less together become one.
+    along others, is split: in `most_pieces` at the most, each of `least_piece` elements at the least, and not
+    into more than `most_results` times as many results, pieces counted, as are enough without splitting.
+    launch_bytes: what it moves in the time that one kernel more takes; kernels of one iteration space that
+    move less together become one.
     """
 
     threads: int
@@ -74,9 +74,9 @@ class Machine:
     cache_bytes: int = 128 << 10
     split_rows: int = 4096
     split_columns: int = 4096
-    pieces: int = 1 << 30
-    piece: int = 1
-    parts: int = 16
+    most_pieces: int = 1 << 30
+    least_piece: int = 1
+    most_results: int = 16
     launch_bytes: int = 0
 
     @property
@@ -195,9 +195,9 @@ class Offers(Protocol):
     def device_name(self, config: Any) -> str:
         """Stable text of what timings depend on besides threads: the processor's model, instructions used."""
 
-    def elapsed(self, work: Callable[[], None]) -> float:
-        """Seconds that the device takes for the calls that `work` makes. Only of vendors whose calls return
-        before they are done: what the host takes to make them is not in it."""
+    def clock(self, config: Any) -> Callable[[Callable[[], None]], float]:
+        """What tells the seconds that the device takes for the calls that a function makes. Only of vendors
+        whose calls return before they are done: what the host takes to make them is not in it."""
 
 
 @dataclass(frozen=True)

@@ -393,13 +393,14 @@ def test_the_vendor_says_what_there_is_to_occupy(monkeypatch: pytest.MonkeyPatch
 def test_columns_are_cut_until_there_are_enough_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of many threads: each piece of 8,192 columns is 8,192 results more to write and read. Pieces
     may be parts of a second dim."""
-    many = Machine(threads=32, lanes=64, split_columns=512, pieces=256, piece=64, parts=4)
+    many = Machine(threads=32, lanes=64, split_columns=512, most_pieces=256, least_piece=64, most_results=4)
     monkeypatch.setattr(Kernels, "machine", lambda self, config: many)
     for shape, parts, rows in (
         ((8192, 8192), [16], [512]),
         ((65536, 64), [256], [256]),
         ((2048, 768), [32], [64]),
         ((16, 128, 768), [16, 2], [64]),
+        ((64, 40, 768), [32], [2, 40]),
     ):
         dims = list(range(len(shape) - 1))
         first, second = reductions(lambda x, dims=dims: x.sum(dims), shape)

@@ -15,8 +15,15 @@ from dicp.vendor.base import Claim, Load, Machine
 def gpu(threads: int) -> Machine:
     """As scheduling sees a GPU. Columns are reduced by blocks of 64 over at least as many rows; a few
     thousand blocks fill the chip, and what they leave is small to read again."""
-    cut = {"split_columns": 512, "pieces": 8 * threads, "piece": 64, "parts": 4}
-    return Machine(threads, lanes=64, launch_bytes=4 << 20, **cut)
+    return Machine(
+        threads,
+        lanes=64,
+        split_columns=512,
+        most_pieces=8 * threads,
+        least_piece=64,
+        most_results=4,
+        launch_bytes=4 << 20,
+    )
 
 
 class CudaGraph:
@@ -39,7 +46,7 @@ class CudaGraph:
         )
 
     def warm_up(self, config: Any) -> None:
-        if not config.interpret:
+        if not (config.interpret or config.no_compile):
             from dicp.vendor.cuda_graph.launch import warm_up
 
             warm_up()
@@ -80,11 +87,11 @@ class CudaGraph:
         """What timings depend on: the GPU's model, or that there is none."""
         return "interpreter" if config.interpret else str(torch.cuda.get_device_name())
 
-    def elapsed(self, work: Callable[[], None]) -> float:
+    def clock(self, config: Any) -> Callable[[Callable[[], None]], float]:
         from dicp.tuning.timing import on_host
-        from dicp.vendor.cuda_graph.clock import on_gpu
+        from dicp.vendor.cuda_graph.clock import GpuClock
 
-        return on_gpu(work) if torch.cuda.is_available() else on_host(work)
+        return on_host if config.interpret else GpuClock()
 
     def machine(self, config: Any) -> Machine:
         if config.interpret or not torch.cuda.is_available():

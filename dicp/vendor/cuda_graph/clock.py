@@ -9,31 +9,35 @@ import torch
 
 from dicp.compat import keep_gpu_busy
 
-FIRST_S = 2e-3
-MARGIN = 1.5  # times as long as the calls took the host before
+MARGIN = 1.5  # times as long as the calls took the host
 TRIES = 3
 
 
-def on_gpu(work: Callable[[], None]) -> float:
-    """Seconds between events around the calls. The GPU is kept busy while the host makes them, so that they
+class GpuClock:
+    """Seconds between events around calls. The GPU is kept busy while the host makes them, so that they
     follow one another as in a CUDA graph; where that was too short, they are made again behind a longer
     wait."""
-    busy_s, seconds = FIRST_S, 0.0
-    for _ in range(TRIES):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        keep_gpu_busy(busy_s)
-        start.record()
-        work()
-        end.record()
-        hidden, host_s = not start.query(), time.perf_counter() - begun
-        end.synchronize()
-        seconds = start.elapsed_time(end) / 1e3
-        if hidden:
-            break
-        busy_s = MARGIN * host_s
-    return seconds
+
+    def __init__(self) -> None:
+        self.busy_s = 2e-3
+
+    def __call__(self, work: Callable[[], None]) -> float:
+        seconds = 0.0
+        for _ in range(TRIES):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            keep_gpu_busy(self.busy_s)
+            start.record()
+            work()
+            end.record()
+            hidden, host_s = not start.query(), time.perf_counter() - begun
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+            if hidden:
+                break
+            self.busy_s = MARGIN * host_s
+        return seconds
 
 
-__all__ = ["on_gpu"]
+__all__ = ["GpuClock"]

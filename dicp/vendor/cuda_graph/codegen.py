@@ -18,7 +18,7 @@ from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonic
 from dicp.vendor.cuda_graph.accumulate import Accumulators
 from dicp.vendor.cuda_graph.expression import NO_DIMS, TYPES, Dims, ExpressionWriter, Scope, host_text
 from dicp.vendor.cuda_graph.module import INDENT, Source, kernel_text
-from dicp.vendor.cuda_graph.tiles import Tile, choose_blocks, choose_tile, row_has_tail
+from dicp.vendor.cuda_graph.tiles import Blocks, Tile, choose_blocks, choose_tile, row_has_tail
 
 UPDATES = {"add": "{} + {}", "mul": "{} * {}", "max": "d.maximum({}, {})", "min": "d.minimum({}, {})"}
 BOOL_UPDATES = {"add": "{} | {}", "mul": "{} & {}", "max": "{} | {}", "min": "{} & {}"}
@@ -29,21 +29,22 @@ def emit(kernel: Kernel, interpreted: bool = False) -> Source:
     plain = replace(canonical(kernel), origins=kernel.origins)
     name = f"{kernel.name}_{kernel.digest[:8]}"
     tile = choose_tile(plain, interpreted)
-    writer = _KernelWriter(plain, name, tile)
+    blocks = choose_blocks(plain, tile, interpreted)
+    writer = _KernelWriter(plain, name, tile, blocks)
     function = writer.function()
-    source = Source(name, "", plain, tile, choose_blocks(plain, tile, interpreted), writer.checks)
+    source = Source(name, "", plain, tile, blocks, writer.checks)
     return replace(source, text=kernel_text(source, function))
 
 
 class _KernelWriter:
-    def __init__(self, kernel: Kernel, name: str, tile: Tile) -> None:
+    def __init__(self, kernel: Kernel, name: str, tile: Tile, blocks: Blocks) -> None:
         self.kernel, self.name, self.tile = kernel, name, tile
         self.order = ("y", "x") if tile.form == "plane" else ("x", "r") if tile.r else ("x",)
         dims: dict[Var, Dims] = {}
         for key, axes in (("x", tile.x), ("y", tile.y), ("r", tile.r)):
             dims |= {a.var: frozenset(key) for a in axes}
         live = {"x": "live_x"} | ({"y": "live_y"} if tile.form == "plane" else {})
-        if tile.r and row_has_tail(tile):
+        if tile.r and row_has_tail(tile, blocks):
             live["r"] = "live_r"
         self.writer = ExpressionWriter(dims, self._shape, live)
         self.writer.storage = {p.name: p.dtype for p in kernel.params}

@@ -122,17 +122,9 @@ def _scan(fn: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda x: _tensor(fn(x.handle.data, axis=1).astype(x.handle.data.dtype), x.dtype)
 
 
-def _position(best: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """The smallest position of the best value; NaN is the best of all."""
-
-    def row(x: Any, position: Any) -> Any:
-        data, at = np.broadcast_arrays(x.handle.data, position.handle.data)
-        top = best(data, axis=1, keepdims=True)
-        hit = (data == top) | (np.isnan(data) if data.dtype.kind == "f" else False)
-        far = np.iinfo(at.dtype).max
-        return _tensor(np.where(hit, at, far).min(axis=1, keepdims=True), position.dtype)
-
-    return row
+def _first_where(hit: Any, position: Any) -> Any:
+    live, at = np.broadcast_arrays(hit.handle.data.astype(bool), position.handle.data)
+    return _tensor(np.where(live, at, np.iinfo(at.dtype).max).min(axis=1, keepdims=True), position.dtype)
 
 
 def _scan_position(larger: bool) -> Callable[[Any, Any], Any]:
@@ -147,16 +139,6 @@ def _scan_position(larger: bool) -> Callable[[Any, Any], Any]:
         return _tensor(best, x.dtype), _tensor(where, position.dtype)
 
     return scan
-
-
-def _moments(mean: Any, m2: Any, n: Any) -> tuple[Any, Any]:
-    mu, sq, count = (np.broadcast_to(v.handle.data, mean.handle.data.shape) for v in (mean, m2, n))
-    total = count.sum(axis=1, keepdims=True)
-    safe = np.maximum(total, 1)
-    centre = (mu * (count / safe)).sum(axis=1, keepdims=True)
-    spread = (sq + count * (mu - centre) ** 2).sum(axis=1, keepdims=True)
-    kind = mean.handle.data.dtype
-    return _tensor(centre.astype(kind), mean.dtype), _tensor(spread.astype(kind), mean.dtype)
 
 
 def _cumulative_sum(data: Any, axis: int) -> Any:
@@ -174,9 +156,7 @@ def _rows() -> dict[str, Callable[..., Any]]:
         "row_prod": _reduce(np.prod),
         "row_max": _reduce(np.max),
         "row_min": _reduce(np.min),
-        "row_argmax": _position(np.max),
-        "row_argmin": _position(np.min),
-        "row_moments": _moments,
+        "first_where": _first_where,
         "scan_sum": _scan(_cumulative_sum),
         "scan_prod": _scan(np.cumprod),
         "scan_max": _scan(np.maximum.accumulate),

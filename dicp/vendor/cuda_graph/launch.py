@@ -162,7 +162,7 @@ def warm_up() -> threading.Thread:
         except Exception as e:  # of no consequence here: the kernels that follow say what is wrong
             log.debug("Triton is not warm: %s", e)
 
-    thread = threading.Thread(target=compile_nothing, name="dicp-warm-up", daemon=True)
+    thread = threading.Thread(target=compile_nothing, name="dicp-warm-up")
     thread.start()
     return thread
 

@@ -82,8 +82,8 @@ def plans(
     half = dtype != torch.float32
     tiles = [Plan("tile", a, b, 64 if half else 32, warps=w) for a, b, w in (HALF_TILES if half else TILES)]
     fitting = [p for p in tiles if p.n <= widest and p.n < 2 * max(n, 64)]
-    # stable: the largest that fills the chip
-    fitting.sort(key=lambda p: _count(p, m, n, batch) < multiprocessors())
+    # stable: the largest that fills the chip, or those that leave the least of it idle
+    fitting.sort(key=lambda p: max(0, multiprocessors() - _count(p, m, n, batch)))
     return [*out, *fitting]
 
 
@@ -295,7 +295,11 @@ def aligned_rows(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
 
 
 def _odd_columns(node: fx.Node) -> bool:
-    return _large(node) and node.meta["val"].shape[1] % ALIGNED != 0
+    """Whether the template computes it at the speed of cuBLAS, which 8 would have to divide it for."""
+    if not _large(node) or node.meta["val"].shape[1] % ALIGNED == 0:
+        return False
+    m, n, _, _ = _sizes(node)
+    return -(-m // 128) * -(-n // 128) >= multiprocessors()
 
 
 def _returned(node: fx.Node) -> bool:
@@ -327,35 +331,35 @@ def _large(node: fx.Node) -> bool:
 
 
 def in_parts(node: fx.Node) -> Claim | None:
-    """A large product by cuBLAS where 8 does not divide its sizes, as the gradients of odd vocabularies
-    are."""
-    if node.target is not aten.mm.default or not _large(node):
+    """A large product by cuBLAS where 8 does not divide how many terms or, along memory, rows it has, as in
+    the gradients of odd vocabularies."""
+    if node.target is not aten.mm.default or not _large(node) or node.meta["val"].shape[1] % ALIGNED:
         return None
-    (m, n), (_, k) = node.meta["val"].shape, _factors(node)[0].shape
-    if not any(size % ALIGNED for size in (m, n, k)):
+    a, _ = _factors(node)
+    if a.shape[1] % ALIGNED == 0 and (a.shape[0] % ALIGNED == 0 or a.stride(0) != 1):
         return None
 
     def emit(w: Any, c: Call) -> None:
         a, b = (w.value(x) for x in c.args)
         w.line(f"{w.name('multiply', multiply)}({a}, {b}, {w.into(c.outputs[0])})", c.note)
 
-    return Claim("mm: cuBLAS in parts", emit, out=True, strides=aligned_rows, prepare=aligned_operands)
+    return Claim("mm: cuBLAS in parts", emit, out=True, prepare=aligned_operands)
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """a @ b into out: as much of it as multiples of 8 are in one call, which has fast kernels, the rest in
-    others."""
-    (m, k), n = a.shape, b.shape[1]
+    others. What is left of the terms comes first: it is small, and so is what rounding it takes away."""
+    m, k = a.shape
     rows = m // ALIGNED * ALIGNED if a.stride(0) == 1 else m
-    columns, terms = n // ALIGNED * ALIGNED, k // ALIGNED * ALIGNED
-    most = out[:rows, :columns]
-    torch.mm(a[:rows, :terms], b[:terms, :columns], out=most)
+    terms = k // ALIGNED * ALIGNED
+    most = out[:rows]
     if terms < k:
-        torch.addmm(most, a[:rows, terms:], b[terms:, :columns], out=most)
+        torch.mm(a[:rows, terms:], b[terms:], out=most)
+        torch.addmm(most, a[:rows, :terms], b[:terms], out=most)
+    else:
+        torch.mm(a[:rows], b, out=most)
     if rows < m:
-        torch.mm(a[rows:], b[:, :columns], out=out[rows:, :columns])
-    if columns < n:
-        torch.mm(a, b[:, columns:], out=out[:, columns:])
+        torch.mm(a[rows:], b, out=out[rows:])
 
 
 # -- the library, for dicp::linear ---------------------------------------------------------------------------

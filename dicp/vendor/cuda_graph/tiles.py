@@ -213,9 +213,7 @@ def _interpreted_blocks(tile: Tile, x: int) -> Blocks:
     return Blocks(max(1, min(part, (1 << 18) // r)), r=r)
 
 
-def row_has_tail(tile: Tile) -> bool:
+def row_has_tail(tile: Tile, blocks: Blocks) -> bool:
     """Whether the last tile of a row may reach beyond its end."""
     extent = Tile.extent(tile.r)
-    if not isinstance(extent, int) or extent <= 0 or extent & (extent - 1):
-        return True
-    return not tile.persistent and extent % LONG_LOOP_ROW != 0
+    return not isinstance(extent, int) or extent <= 0 or extent % blocks.r != 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -37,5 +39,15 @@ def test_calls_that_the_gpu_did_not_wait_for_are_made_again(
     monkeypatch.setattr(clock, "keep_gpu_busy", busy.append)
     Event.waits = list(waits)
     made: list[int] = []
-    assert clock.on_gpu(lambda: made.append(1)) == 3e-3
-    assert len(made) == len(busy) == tries and busy[0] == clock.FIRST_S
+    measure = clock.GpuClock()
+
+    def work() -> None:
+        made.append(1)
+        time.sleep(3e-3)
+
+    assert measure(work) == 3e-3
+    assert len(made) == len(busy) == tries
+    assert all(b > 3e-3 for b in busy[1:]) and busy[0] < 3e-3
+    Event.waits = [True]
+    measure(work)
+    assert busy[-1] == measure.busy_s, "what was long enough is remembered"

@@ -16,6 +16,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ops.library import ACTIVATIONS, conv
 from dicp.schedule.defs import Buffer, View
+from dicp.vendor.cuda_graph.convolution import padded_channels
 from dicp.vendor.cuda_graph.templates.convolution import Convolution, convolution, image, kernels
 from dicp.vendor.cuda_graph.templates.product import Plan
 
@@ -151,6 +152,51 @@ def test_only_short_sums_leave_the_library(config: Config, monkeypatch: pytest.M
         torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
     served = [c.claim.name.partition(" tile")[0] for c in seen[0].program.library_calls]
     assert served == ["convolution: Triton", "convolution: Triton", "convolution: cuDNN"], served
+
+
+def padded(channels: int, window: int) -> int | None:
+    """To how many channels a convolution with ReLU is filled up."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"] = torch.empty(8, channels, 224, 224, dtype=torch.bfloat16, device="meta")
+    w.meta["val"] = torch.empty(64, channels, window, window, dtype=torch.bfloat16, device="meta")
+    half = window // 2
+    node = graph.call_function(
+        torch.ops.dicp.conv.default, (x, w, None, None, [1, 1], [half, half], [1, 1], 1, "relu")
+    )
+    node.meta["val"] = torch.empty(8, 64, 224, 224, dtype=torch.bfloat16, device="meta")
+    return padded_channels(node)
+
+
+def test_which_images_are_filled_up() -> None:
+    """Not where the sum would become too long for the template, nor where windows do not overlap."""
+    assert padded(3, 7) == 4 and padded(3, 9) is None and padded(4, 7) is None and padded(3, 1) is None
+
+
+def test_patches_are_a_product_and_windows_that_overlap_are_not(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DICP_CUDA_INTERPRET", "1")
+    x, w, v = torch.randn(2, 3, 16, 16), torch.randn(8, 3, 4, 4), torch.randn(8, 3, 3, 3)
+    seen: list[Compiled] = []
+    with torch.no_grad(), observe(seen.append):
+        for fn, weight in ((lambda x, w: F.conv2d(x, w, stride=4), w), (lambda x, w: F.conv2d(x, w), v)):
+            torch.testing.assert_close(torch.compile(fn, backend="dicp_cuda")(x, weight), fn(x, weight))
+    names = [[c.claim.name for c in s.program.library_calls] for s in seen]
+    assert names == [["mm: cuBLAS"], ["convolution: cuDNN"]]
+
+
+def test_gradients_of_channels_last_images_are_made_channels_last(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DICP_CUDA_INTERPRET", "1")
+    x = torch.randn(2, 8, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    w = torch.randn(16, 8, 3, 3, requires_grad=True)
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        torch.compile(lambda x, w: F.conv2d(x, w).sigmoid(), backend="dicp_cuda")(x, w).square().sum().backward()
+    (call,) = (c for c in seen[1].program.library_calls if "backward" in str(c.node.target))
+    assert call.args[0].strides[1] == 1
 
 
 class Stem(torch.nn.Module):

@@ -319,8 +319,9 @@ def test_numbers_of_the_host_beside_tensors(compiled: Any) -> None:
 
 
 def test_the_clock_leaves_out_what_the_host_takes() -> None:
-    from dicp.vendor.cuda_graph.clock import on_gpu
+    from dicp.vendor.cuda_graph.clock import GpuClock
 
+    on_gpu = GpuClock()
     x = torch.zeros(1 << 20, device="cuda")
 
     def slow_to_make() -> None:

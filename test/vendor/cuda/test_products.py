@@ -204,7 +204,7 @@ def test_odd_vocabularies(cuda_cache: str) -> None:
     products, of which cuBLAS computes what 8 divides apart from the rest."""
     from dicp import compiler
 
-    x, w, g = (torch.randn(s).bfloat16() for s in ((256, 256), (257, 256), (256, 257)))
+    x, w, g = (torch.randn(s).bfloat16() for s in ((256, 256), (8457, 256), (256, 8457)))
     x.requires_grad_(), w.requires_grad_()
     seen: list[Any] = []
     with compiler.observe(seen.append):
@@ -217,15 +217,15 @@ def test_odd_vocabularies(cuda_cache: str) -> None:
     for a, b in zip(gradients, torch.autograd.grad(want, (x, w), g), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-1)
     forward, backward = (s.program.sources["call.py"] for s in seen)
-    assert "mm_out" not in forward and "multiply" not in forward and "264" not in forward
-    assert backward.count("(264, 1, )") + backward.count("(1, 264, )") == 2
+    assert "mm_out" not in forward and "multiply" not in forward and "8464" not in forward
+    assert backward.count("(8464, 1, )") + backward.count("(1, 8464, )") == 2
     assert backward.count("multiply(") == 2 and len(seen[1].program.launches) == 1
 
 
 def test_odd_rows_that_others_read_are_aligned(cuda_cache: str) -> None:
     from dicp import compiler
 
-    x, w = torch.randn(256, 256).bfloat16(), torch.randn(257, 256).bfloat16()
+    x, w = torch.randn(256, 256).bfloat16(), torch.randn(8457, 256).bfloat16()
     seen: list[Any] = []
     with compiler.observe(seen.append):
         run = torch.compile(
@@ -236,17 +236,39 @@ def test_odd_rows_that_others_read_are_aligned(cuda_cache: str) -> None:
         got = run(x, w)
     torch.testing.assert_close(got, torch.softmax(x @ w.t(), -1), rtol=5e-2, atol=2e-2)
     made = [t for name, t in seen[0].program.sources.items() if name.startswith("mm_")]
-    assert len(made) == 1 and "* 264" in made[0]
+    assert len(made) == 1 and "* 8464" in made[0]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", [(37, 45, 61), (8, 16, 24), (5, 3, 2), (17, 16, 24), (16, 24, 17)])
+@pytest.mark.parametrize("sizes", [(37, 48, 61), (8, 16, 24), (5, 3, 2), (17, 16, 24), (16, 24, 17)])
 def test_products_in_parts(sizes: tuple[int, int, int], transposed: bool) -> None:
     m, n, k = sizes
     a = torch.randn(k, m, dtype=torch.float64).t() if transposed else torch.randn(m, k, dtype=torch.float64)
     b, out = torch.randn(k, n, dtype=torch.float64), torch.full((m, n), float("nan"), dtype=torch.float64)
     products.multiply(a, b, out)
     torch.testing.assert_close(out, a @ b)
+
+
+def test_products_in_parts_are_as_exact_as_whole_ones() -> None:
+    a, b = torch.randn(256, 1007).bfloat16(), torch.randn(1007, 256).bfloat16()
+    want, out = a.double() @ b.double(), torch.empty(256, 256).bfloat16()
+    products.multiply(a, b, out)
+    mine, whole = ((y.double() - want).square().mean() for y in (out, a @ b))
+    assert mine < 1.1 * whole
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "first"),
+    [
+        (4096, 50257, 768, "128x256x64"),
+        (256, 3072, 768, "64x64x64"),  # the fewest multiprocessors idle
+        (128, 3072, 768, "64x64x64"),
+        (401408, 64, 196, "128x64x64"),  # no wider than the result
+    ],
+)
+def test_which_tile_comes_first(m: int, n: int, k: int, first: str) -> None:
+    plan = products.plans(m, n, k, 1, torch.bfloat16, True, True)[0]
+    assert str(plan) == f"tile {first}"
 
 
 def test_rows_that_are_aligned_stay_with_their_norm(cuda_cache: str) -> None:
