@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .unit import CaseResult, Unit, UnitResult, from_json
+from .worker import LOST_DEVICE
 
 START_SECONDS = 120.0
 DEATHS_PER_UNIT = 3  # cases that may kill a worker before the rest of a unit is given up
@@ -88,6 +89,8 @@ class Worker:
     def _obituary(self) -> Death:
         code = self._process.wait()
         self._log.close()
+        if code == LOST_DEVICE:
+            return Death("crash", "the device was lost: a kernel read or wrote where it must not")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return Death("crash", f"the process ended with {how}")
 

@@ -212,6 +212,17 @@ def grow(case: Case) -> Case:
     return Case(f"{case.id}:resized", case.args, case.kwargs, case.resized, case.inplace, case.process)
 
 
+def device_lost(device: str) -> bool:
+    """Whether a kernel has gone astray, after which all that this process asks of the device fails."""
+    if device == "cpu":
+        return False
+    try:
+        torch.accelerator.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def first_line(e: BaseException) -> str:
     """`RuntimeError: first lines of its message (file.py:12 function)`, short enough for a table."""
     cause = getattr(e, "inner_exception", None) or e

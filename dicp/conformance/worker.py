@@ -18,6 +18,7 @@ import warnings
 from typing import IO, Any
 
 MEMORY_LIMIT = 6 << 30  # bytes of resident memory after which a worker asks to be replaced
+LOST_DEVICE = 86  # exit status
 
 
 def _private_stdout() -> IO[str]:
@@ -47,23 +48,30 @@ def main(argv: list[str]) -> int:
     for name in modules:
         importlib.import_module(name)
     quiet()
-    from . import opdb
+    from . import opdb, unit
     from .unit import Unit, UnitResult, first_line, run_unit
 
     def tell(message: dict[str, Any]) -> None:
+        """Unless the device is lost: then the worker ends, and the parent learns in another whose doing it
+        was."""
+        if unit.device_lost(device):
+            os._exit(LOST_DEVICE)
         pipe.write(json.dumps(message) + "\n")
         pipe.flush()
+
+    device = "cpu"
 
     opdb.operators()
     tell({"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
-        unit = Unit(**job["unit"])
+        given = Unit(**job["unit"])
+        device = given.device
         try:
-            result = run_unit(unit, backend, tell if job["isolate"] else None, job["isolate"], job["skip"])
+            result = run_unit(given, backend, tell if job["isolate"] else None, job["isolate"], job["skip"])
         except Exception as e:  # a unit that cannot even be set up is reported, too
             traceback.print_exc()
-            result = UnitResult(unit.key, error=first_line(e))
+            result = UnitResult(given.key, error=first_line(e))
         gc.collect()
         tell({"result": result.to_json(), "retire": _resident() > MEMORY_LIMIT})
     return 0

@@ -338,9 +338,10 @@ class Runner:
                 self._bind(number, source, {number.terms[0][0][0].key})
         self._host_sizes({v.name for v in (*self.symbols, *self._python_symbols())})
 
-    def _extern(self, call: Call) -> None:
+    def _extern(self, call: Call, function: Callable[..., Any] | None = None) -> None:
+        """function: what is called in the op's stead."""
         target = f"op_{len(self.globals)}"
-        self.globals[target] = call.node.target
+        self.globals[target] = call.node.target if function is None else function
         args = [self._argument(a) for a in call.args] + [
             f"{k}={self._argument(v)}" for k, v in call.kwargs.items()
         ]

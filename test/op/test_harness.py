@@ -318,7 +318,7 @@ def toy_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
         "--dtypes",
         "float32",
         "--ops",
-        "^(add|sin|exp|cos|erf|ceil|mul)$",
+        "^(add|sin|exp|cos|erf|ceil|tan|mul)$",
         "--resume",
         str(folder),
         "--json",
@@ -344,7 +344,9 @@ def test_faults_are_found_and_named(toy_run: tuple[Path, subprocess.CompletedPro
         "cos": {"error"},
         "erf": {"crash"},
         "ceil": {"hang"},
+        "tan": {"crash"},
     }
+    assert any("the device was lost" in f["message"] for f in report["failures"] if f["operator"] == "tan")
     how = {o["name"]: o["how"] for o in report["operators"]}
     assert how["mul"] != "fails" and how["sin"] != "fails" and how["add"] == "fails"
 
@@ -352,7 +354,7 @@ def test_faults_are_found_and_named(toy_run: tuple[Path, subprocess.CompletedPro
 def test_reports_are_well_formed(toy_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = toy_run
     suites = ElementTree.parse(folder / "r.xml").getroot()
-    assert {s.get("name") for s in suites} == {"add", "sin", "exp", "cos", "erf", "ceil", "mul"}
+    assert {s.get("name") for s in suites} == {"add", "sin", "exp", "cos", "erf", "ceil", "tan", "mul"}
     page = (folder / "r.html").read_text()
     assert "{{" not in page and page.count("<script>") == page.count("</script>") == 1
     assert "FAILED" in done.stdout and "by grade" in done.stdout
@@ -377,7 +379,7 @@ def test_a_run_resumes(toy_run: tuple[Path, subprocess.CompletedProcess[str]]) -
         "--dtypes",
         "float32",
         "--ops",
-        "^(add|sin|exp|cos|erf|ceil|mul)$",
+        "^(add|sin|exp|cos|erf|ceil|tan|mul)$",
         "--resume",
         str(folder),
     )

@@ -39,6 +39,14 @@ def _crash(*args: Any, **kwargs: Any) -> None:
     os.abort()
 
 
+def _stray(x: torch.Tensor) -> torch.Tensor:
+    """As a kernel does that writes outside its memory: the device is lost, to all that follow."""
+    from dicp.conformance import unit
+
+    unit.device_lost = lambda device: True
+    return aten.tan.default(x)
+
+
 def _transposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     out = aten.exp.default(x)
     return out.mT.contiguous().mT if out.dim() > 1 else out
@@ -61,11 +69,13 @@ FAULTS: dict[Any, Callable[..., Any]] = {
     aten.sin.default: _last_bit,
     aten.erf.default: _crash,
     aten.ceil.default: _hang,
+    aten.tan.default: _stray,
 }
 
 
 def toy(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """add is off by 1e-3, exp has other strides, cos is refused, erf aborts, ceil hangs."""
+    """add is off by 1e-3, exp has other strides, cos is refused, erf aborts, ceil hangs, tan loses
+    the device."""
     return aot_autograd(fw_compiler=lambda g, _: _run(g, FAULTS))(gm, inputs)
 
 

@@ -91,6 +91,25 @@ def _through_aten(name: str, node: fx.Node) -> Claim:
     return Claim(name, lambda w, c: w._extern(c))
 
 
+def _attention_of_aten(node: fx.Node) -> Claim:
+    return Claim("attention", lambda w, c: w._extern(c, at_vectors(c.node.target)))
+
+
+@functools.cache
+def at_vectors(op: Any) -> Callable[..., Any]:
+    """The op on tensors that begin at whole vectors, as its kernels take for granted that they do: others are
+    copied first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*map(at_vector, args), **{k: at_vector(v) for k, v in kwargs.items()})
+
+    return call
+
+
+def at_vector(x: Any) -> Any:
+    return x.clone() if isinstance(x, torch.Tensor) and x.is_cuda and x.data_ptr() % ALIGN else x
+
+
 def _out(name: str, op: Any) -> Claim:
     """A call that writes into planned memory; op: of torch's own namespace, which Python calls fastest."""
 
@@ -129,7 +148,7 @@ def attend(
     scale: float | None,
 ) -> torch.Tensor:
     """dicp::attention by the best kernel torch has for it; [B, H, S, D] lying in memory as [B, S, H, D]."""
-    q, k, v = (t if t.data_ptr() % ALIGN == 0 else t.clone() for t in (q, k, v))
+    q, k, v, mask = map(at_vector, (q, k, v, mask))
     if mask is not None and mask.dtype not in (torch.bool, q.dtype):
         mask = mask.to(q.dtype)
     if causal and mask is not None:  # torch takes one or the other
@@ -163,7 +182,8 @@ def _table() -> dict[Any, Callable[[fx.Node], Claim | None]]:
             for overload in packet.overloads() if packet is not None else ():
                 op = getattr(packet, overload)
                 if not op._schema.is_mutable:
-                    table[op] = functools.partial(_through_aten, served)
+                    attention = served == "attention"
+                    table[op] = _attention_of_aten if attention else functools.partial(_through_aten, served)
     return table | {
         aten.convolution.default: convolution.library,
         aten.convolution_backward.default: convolution.library,

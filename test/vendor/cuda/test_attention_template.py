@@ -207,6 +207,20 @@ def test_training_with_a_mask_of_another_dtype(cuda_cache: str) -> None:
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_torchs_kernels_are_given_whole_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: operands at other addresses are copied for attention of aten's, as for dicp's own."""
+    from dicp.vendor.cuda_graph import claims
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    storage = torch.zeros(64)
+    whole = next(storage[k:] for k in range(4) if storage[k:].data_ptr() % claims.ALIGN == 0)
+    odd = whole[1:]
+    seen = claims.at_vectors(lambda *args, **kwargs: (args, kwargs))(whole, odd, 3, None, attn_mask=odd)
+    (a, b, number, nothing), kwargs = seen
+    assert a is whole and b is not odd and torch.equal(b, odd) and (number, nothing) == (3, None)
+    assert all(t.data_ptr() % claims.ALIGN == 0 for t in (a, b, kwargs["attn_mask"]))
+
+
 def test_a_call_may_leave_the_sums_out() -> None:
     made, _ = attention()
     text = kernels(dataclasses.replace(made, log_sum=None), PLAN, ())[0].template.text

@@ -51,3 +51,6 @@ def test_calls_that_the_gpu_did_not_wait_for_are_made_again(
     Event.waits = [True]
     measure(work)
     assert busy[-1] == measure.busy_s, "what was long enough is remembered"
+    Event.waits = [False, True]
+    measure(lambda: time.sleep(0.05))
+    assert busy[-1] == clock.MOST_S, "a call that compiles is not waited for ever after"
