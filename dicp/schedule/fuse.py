@@ -19,22 +19,18 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices
-from dicp.passes.facts import is_pure
 from dicp.schedule.beside import RECENT, Space, same_axes, space_of
 from dicp.schedule.defs import (
-    Buffer,
     Call,
     Def,
-    Host,
     Lowered,
     Pointwise,
     Reduction,
     Scatter,
-    View,
-    operands,
     views,
 )
-from dicp.schedule.order import Use, in_order
+from dicp.schedule.dependencies import Dependencies
+from dicp.schedule.order import in_order
 from dicp.schedule.unify import Mapping, loop_atoms, unify, variable
 
 MAX_BUFFERS = 40  # arguments of one kernel
@@ -85,28 +81,24 @@ class _Fusion:
         self.defs = lowered.defs
         self.machine = lowered.machine
         self.steps: list[Step] = []
-        self.before: list[int] = []  # bitmask of the steps that must come before each step
-        self.needed = 0  # of those that must come before any
-        self.uses: list[Use] = []
-        self.writer: dict[str, int] = {}  # memory -> step that wrote it last
-        self.readers: dict[str, set[int]] = {}  # memory -> steps that read it since
+        self.depends = Dependencies(lowered)
         self.by_buffer: dict[str, set[int]] = {}  # buffer -> groups that read it
         self.spaces: dict[Any, list[int]] = {}  # iteration space, and order in it -> groups that began so
-        self.memory = _memory_names(lowered)
-        self.ordered: int | None = None  # the last call that draws random numbers, checks or has an effect
         self.symbols = lowered.symbols
-        self.binder: dict[Any, int] = {}  # size read from data -> the call that it comes from
         self.fresh = 0
 
     def run(self) -> list[Step]:
         for d in self.defs:
             reads = _reads(d)
-            deps = self._dependencies(d, reads)
+            deps = self.depends.of(d, reads)
             place = None if isinstance(d, (Call, Scatter)) else self._best(d, reads, deps)
             if place is None:
                 place = self._new_step(d, reads)
-            self._record(place, d, reads, deps)
-        return [self.steps[s] for s in in_order(self.before, self.uses, *self._memory_taken())]
+            self.depends.record(place, d, reads, deps)
+            for name in {n for n, _ in reads}:
+                self.by_buffer.setdefault(name, set()).add(place)
+        order = in_order(self.depends.before, self.depends.uses, *self._memory_taken())
+        return [self.steps[s] for s in order]
 
     def _memory_taken(self) -> tuple[dict[str, int], set[str]]:
         """(bytes of memory that the program takes, at the sizes of the example; what the caller gets)."""
@@ -117,58 +109,6 @@ class _Fusion:
             if b.kind == "output":
                 kept.add(name)
         return taken, kept
-
-    # -- dependencies --------------------------------------------------------------------------------------
-
-    def _dependencies(self, d: Def, reads: list[tuple[str, Indices]]) -> set[int]:
-        deps: set[int] = set()
-        for name in {n for n, _ in reads}:
-            memory = self.memory[name]
-            if memory in self.writer:
-                deps.add(self.writer[memory])
-        for memory in self._written(d):
-            if memory in self.writer:
-                deps.add(self.writer[memory])
-            deps |= self.readers.get(memory, set())
-        if self.ordered is not None and _keeps_order(d):
-            deps.add(self.ordered)
-        if self.binder:
-            deps |= {self.binder[s] for s in self._sizes(d) if s in self.binder}
-        return deps
-
-    def _sizes(self, d: Def) -> set[Any]:
-        """The sizes read from data that a definition names."""
-        hosts = [a for a in d.args if isinstance(a, Host)] if isinstance(d, Call) else []
-        read = {s for n in _numbers(d) for s in self.symbols.unbacked(n)}
-        return read.union(*(h.expr.free_symbols for h in hosts))
-
-    def _written(self, d: Def) -> set[str]:
-        return {self.memory[b.name] for b in d.outputs if b is not None}
-
-    def _record(self, step: int, d: Def, reads: list[tuple[str, Indices]], deps: set[int]) -> None:
-        mask = 0
-        for s in deps - {step}:
-            mask |= self.before[s] | (1 << s)
-        if mask & ~self.before[step]:
-            self.before[step] |= mask
-            bit = 1 << step
-            for s in range(len(self.steps)) if self.needed & bit else ():
-                if self.before[s] & bit:
-                    self.before[s] |= mask
-            self.needed |= mask
-        self.uses[step].reads |= {self.memory[n] for n, _ in reads}
-        self.uses[step].writes |= self._written(d)
-        for memory in self._written(d):
-            self.writer[memory] = step
-            self.readers[memory] = set()
-        for name in {n for n, _ in reads}:
-            self.readers.setdefault(self.memory[name], set()).add(step)
-            self.by_buffer.setdefault(name, set()).add(step)
-        if _keeps_order(d):
-            self.ordered = step
-        if isinstance(d, Call):
-            for s in {s for n in _results(d) for s in self.symbols.unbacked(n)}:
-                self.binder.setdefault(s, step)
 
     def _new_step(self, d: Def, reads: list[tuple[str, Indices]]) -> int:
         if isinstance(d, Call):
@@ -181,9 +121,7 @@ class _Fusion:
             self.spaces.setdefault(self._kind(d, reads), []).append(len(self.steps))
             self.steps.append(group)
             self._add(group, d, mapping, reads)
-        self.before.append(0)
-        self.uses.append(Use())
-        return len(self.steps) - 1
+        return self.depends.new_step()
 
     def _axis(self, size: Index | None) -> Var:
         self.fresh += 1
@@ -200,8 +138,7 @@ class _Fusion:
             group = self.steps[s]
             if not isinstance(group, Group) or group.closed or len(group.members) >= MAX_MEMBERS:
                 continue
-            bit = 1 << s
-            if any(self.before[o] & bit for o in deps if o != s):
+            if self.depends.too_late(s, deps):
                 continue
             mapping = self._join(group, d, reads)
             if mapping is None:
@@ -226,7 +163,7 @@ class _Fusion:
         for s in reversed(self.spaces.get(kind, [])[-RECENT:]):
             group = self.steps[s]
             assert isinstance(group, Group)
-            late = any(self.before[o] >> s & 1 for o in deps if o != s)
+            late = self.depends.too_late(s, deps)
             if late or group.closed or len(group.members) >= MAX_MEMBERS or self._moved(group.members) > room:
                 continue
             mapping = same_axes(group, d)
@@ -428,11 +365,11 @@ class _Fusion:
         for b in d.outputs:
             if b is None or b.kind not in ("input", "alias"):
                 continue
-            memory = self.memory[b.name]
+            memory = self.depends.memory[b.name]
             mine = member.index(d.index)  # type: ignore[attr-defined]
             for m in (*group.members, member):
                 for name, at in m.reads:
-                    if self.memory[name] == memory and m.index(at) != mine:
+                    if self.depends.memory[name] == memory and m.index(at) != mine:
                         return False
         return True
 
@@ -451,43 +388,6 @@ class _Fusion:
         if isinstance(rows, int) and rows < self.machine.threads and size > self.machine.row // 4:
             return False
         return size <= (self.machine.row if contiguous else self.machine.column)
-
-
-def _memory_names(lowered: Lowered) -> dict[str, str]:
-    """Which buffers share memory: what updates another lives in it."""
-    names: dict[str, str] = {}
-    for b in lowered.buffers.values():  # a base stands before what it holds later
-        names[b.name] = b.name if b.base is None else names[b.base.name]
-    return names
-
-
-def _keeps_order(d: Def) -> bool:
-    """Whether a definition must come after all earlier ones of its sort."""
-    return isinstance(d, Call) and not is_pure(d.node)
-
-
-def _results(d: Call) -> list[Index]:
-    """The sizes and numbers among a call's results."""
-    found: list[Index] = []
-    for r in d.results:
-        found += [*r.shape, *r.strides] if isinstance(r, Buffer) else [r] if isinstance(r, ix.Poly) else []
-    return found
-
-
-def _numbers(d: Def) -> list[Index]:
-    """Every size and index that a definition names."""
-    found = [n for b in d.outputs if b is not None for n in (*b.shape, *b.strides)]
-    if isinstance(d, Call):
-        for x in operands((d.args, d.kwargs)):
-            found += [*x.shape, *x.strides, x.offset] if isinstance(x, View) else [x]
-        return found
-    found += d.target if isinstance(d, Scatter) else ()
-    own = [*d.vars, *(d.rvars if isinstance(d, Reduction) else ())]  # type: ignore[attr-defined]
-    found += [v.size for v in own if v.size is not None]
-    for e in ex.walk(d.expr):  # type: ignore[attr-defined]
-        for a in e.args:
-            found += [n for n in (a if isinstance(a, tuple) else (a,)) if isinstance(n, ix.Poly)]
-    return found
 
 
 def _reads(d: Def) -> list[tuple[str, Indices]]:
