@@ -4,8 +4,8 @@ Without measuring, cuDNN has what stands alone, and what it does in one call: a 
 the cost of the convolution. The template comes first where a sum has few terms and a residual is added, which
 both do at the speed of memory, and for other activations; images of three channels are filled up to four
 for it. Windows that lie side by side are a product (matmul_pays). On an H100 in bfloat16, 32 images, in us:
-cuDNN's call of 64 channels, 3x3, 56x56, with ReLU 25.6 (a kernel for bias and ReLU behind it: 47.9); weights in the
-images' layout spare another 4 to 13. The chooser measures what is offered.
+cuDNN's call of 64 channels, 3x3, 56x56, with ReLU 25.6 (a kernel for bias and ReLU behind it: 47.9); weights
+in the images' layout spare another 4 to 13. The chooser measures what is offered.
 """
 
 from __future__ import annotations
