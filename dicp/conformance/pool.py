@@ -197,14 +197,16 @@ class _Attendant:
     def _isolated(self, unit: Unit) -> UnitResult:
         done: list[CaseResult] = []
         finished: list[str] = []
+        eager = False
         for _ in range(DEATHS_PER_UNIT):
-            current: str | None = None
+            current, eager = None, False
             try:
                 worker = self._alive()
                 worker.send({"unit": asdict(unit), "isolate": True, "skip": finished})
                 while "result" not in (answer := worker.receive(self._pool.timeout)):
-                    if "starts" in answer:
-                        current = answer["starts"]
+                    if "done" not in answer:
+                        eager = "eager" in answer
+                        current = str(answer["eager" if eager else "starts"])
                     else:
                         done += [CaseResult(**c) for c in answer["done"]]
                         finished.append(str(current))
@@ -216,8 +218,11 @@ class _Attendant:
             except WorkerDied as e:
                 self._worker = None
                 name = current if current is not None else "(before the first case)"
-                done.append(CaseResult(name, "fail", e.death.check, e.death.message, unit.key))
+                status, whose = ("upstream", "eager: ") if eager else ("fail", "")
+                done.append(CaseResult(name, status, e.death.check, whose + e.death.message, unit.key))
                 finished.append(name)
                 if current is None:
                     break
+        if eager:  # what eager cannot do is no case, nor may the others be
+            return UnitResult(unit.key, done)
         return UnitResult(unit.key, done, error="given up: the worker died again and again")

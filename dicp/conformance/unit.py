@@ -337,18 +337,22 @@ def run_unit(
     runner = Runner(backend, op, unit.mode, unit.dynamic)
     cases = cases_.build(op, dtype, unit.mode, unit.samples, unit.dynamic)
     cases = [c for c in cases if c.id not in skip and (unit.only is None or c.id == unit.only)]
-    ready, skipped = prepare(runner, cases)
-    result.cases += skipped
+    tell = progress or (lambda message: None)
+    ready: list[tuple[Case, Outcome]] = []
+    if not isolate:
+        ready, skipped = prepare(runner, cases)
+        result.cases += skipped
     before = _counters()
     started = time.perf_counter()
     if isolate:
-        for case, eager in ready:
-            if progress is not None:
-                progress({"starts": case.id})
-            done = run_group(runner, [(case, eager)])
+        for case in cases:
+            tell({"eager": case.id})
+            found, skipped = prepare(runner, [case])
+            tell({"starts": case.id})
+            done = skipped + run_group(runner, found) if found else skipped
+            ready += found
             result.cases += done
-            if progress is not None:
-                progress({"done": [asdict(d) for d in done]})
+            tell({"done": [asdict(d) for d in done]})
     elif ready:
         result.cases += _in_groups(runner, unit, ready)
         if _counters()["graphs"] == before["graphs"] and unit.dynamic is False:

@@ -39,12 +39,30 @@ def _crash(*args: Any, **kwargs: Any) -> None:
     os.abort()
 
 
-def _stray(x: torch.Tensor) -> torch.Tensor:
+def _lose_device() -> None:
     """As a kernel does that writes outside its memory: the device is lost, to all that follow."""
     from dicp.conformance import unit
 
     unit.device_lost = lambda device: True
+
+
+def _stray(x: torch.Tensor) -> torch.Tensor:
+    _lose_device()
     return aten.tan.default(x)
+
+
+def _eager_astray() -> None:
+    """asinh loses the device under eager too."""
+    from dicp.conformance.unit import Runner
+
+    plain = Runner.eager
+
+    def eager(self: Any, case: Any, *seed: int) -> Any:
+        if self.op.name == "asinh":
+            _lose_device()
+        return plain(self, case, *seed)
+
+    Runner.eager = eager  # type: ignore[method-assign]
 
 
 def _transposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -80,3 +98,4 @@ def toy(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 register_backend(toy, "toy")
+_eager_astray()
