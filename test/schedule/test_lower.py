@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -407,6 +408,26 @@ def test_columns_are_cut_until_there_are_enough_and_no_further(monkeypatch: pyte
         assert sizes(first) == ([*parts, shape[-1]], rows) and sizes(second) == ([shape[-1]], parts), shape
     assert len(reductions(lambda x: x.sum(0), (256, 8192))) == 1
     assert len(reductions(lambda x: x.sum(1), (512, 2048))) == 1  # rows are long enough as they are
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (lambda x, m, y: x - m, 0),  # no more bytes than it has: the mean stays at hand
+        (lambda x, m, y: x + y, 1),
+        (lambda x, m, y: (x.view(64) + y.repeat_interleave(2)[:64]).view(8, 8), 1),
+        (lambda x, m, y: x.bfloat16() + y.bfloat16(), 1),
+    ],
+)
+def test_what_is_read_from_fewer_bytes_is_recomputed(value: Any, kept: int) -> None:
+    """Two readers that cannot share a kernel."""
+
+    def fn(x: torch.Tensor, m: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        v = value(x, m, y)
+        return v.sum(0), (v * v).amax(1)
+
+    buffers = compiled(fn, (8, 8), (8,), (8, 8)).lowered.buffers.values()
+    assert sum(b.kind == "temp" and b.numel == 64 for b in buffers) == kept
 
 
 def test_what_two_readers_want_in_memory_is_written_once() -> None:

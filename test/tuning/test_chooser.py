@@ -238,3 +238,15 @@ def test_measured_for_real(
     assert cli.main(["costs", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["costs"]
     assert all(row["choice"] in row["microseconds"] for row in rows) and len(rows) >= 4
+
+
+def test_a_vendor_that_has_a_clock_is_asked_for_it(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Config] = []
+
+    def clock(self: Any, config: Config) -> timing.Elapsed:
+        asked.append(config)
+        return timing.on_host
+
+    monkeypatch.setattr(type(cpu), "clock", clock, raising=False)
+    chosen(product, X, W, mode="max-autotune")
+    assert asked and timer.calls

@@ -219,6 +219,8 @@ def test_torchs_kernels_are_given_whole_vectors(monkeypatch: pytest.MonkeyPatch)
     (a, b, number, nothing), kwargs = seen
     assert a is whole and b is not odd and torch.equal(b, odd) and (number, nothing) == (3, None)
     assert all(t.data_ptr() % claims.ALIGN == 0 for t in (a, b, kwargs["attn_mask"]))
+    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert claims._table()[op] is claims._attention_of_aten
 
 
 def test_a_call_may_leave_the_sums_out() -> None:

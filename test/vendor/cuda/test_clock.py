@@ -54,3 +54,12 @@ def test_calls_that_the_gpu_did_not_wait_for_are_made_again(
     Event.waits = [False, True]
     measure(lambda: time.sleep(0.05))
     assert busy[-1] == clock.MOST_S, "a call that compiles is not waited for ever after"
+
+
+def test_interpreted_calls_are_timed_on_the_host() -> None:
+    from dicp.config import Config
+    from dicp.tuning.timing import on_host
+    from dicp.vendor.cuda_graph import vendor
+
+    assert vendor.clock(Config.make(options={"interpret": True})) is on_host
+    assert isinstance(vendor.clock(Config.make()), clock.GpuClock)
