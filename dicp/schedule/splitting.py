@@ -21,6 +21,7 @@ from dicp.ir.index import Var
 from dicp.ir.value import Indices, Shape, Value
 from dicp.vendor.base import Machine
 
+MIN_ROW = 4096  # contiguous elements under one result below which a split costs more than it brings
 MIN_WORK = 1 << 16  # elements in all
 SPLITTABLE = ("sum", "prod", "max", "min", "any", "all", "welford")
 LONG_CHAIN = 1024  # values added one after the other above which float error asks for more pieces
@@ -102,7 +103,7 @@ def split_extent(
     last = next((k for k in range(len(extent) - 1, -1, -1) if extent[k] != 1), 0)
     rows = _rows(sample, Var(f"r{last}", extent[last]), buffers)
     enough = 4 * threads * (1 if rows else COLUMN_VECTORS * machine.lanes)
-    if under < (machine.split_rows if rows else machine.split_columns) or results >= enough:
+    if under < (MIN_ROW if rows else machine.split_columns) or results >= enough:
         return None
     total, chosen = 1, 0
     for lead in range(1, len(extent)):

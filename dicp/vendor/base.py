@@ -62,9 +62,9 @@ class Machine:
 
     threads: rows it works on at a time; long reductions are split until there are four times as many results.
     lanes: float32 elements of a vector. cache_bytes: what a thread may read again at little cost.
-    split_rows, split_columns: elements under one result from which a reduction along contiguous elements, or
-    along others, is split: in `most_pieces` at the most, each of `least_piece` elements at the least, and not
-    into more than `most_results` times as many results, pieces counted, as are enough without splitting.
+    split_columns: elements under one result from which a reduction is split whose neighbouring results are
+    contiguous. Any is split in `most_pieces` at the most, each of `least_piece` elements at the least, and
+    not into more than `most_results` times as many results, pieces counted, as are enough without splitting.
     launch_bytes: what it moves in the time that one kernel more takes; kernels of one iteration space that
     move less together become one.
     """
@@ -72,7 +72,6 @@ class Machine:
     threads: int
     lanes: int = 16
     cache_bytes: int = 128 << 10
-    split_rows: int = 4096
     split_columns: int = 4096
     most_pieces: int = 1 << 30
     least_piece: int = 1
