@@ -1,5 +1,6 @@
-"""Gradients of depthwise convolutions by oneDNN and by the template (dicp_depthwise.h), channels-last:
-milliseconds of a call, medians, in turns. claims/depthwise.py decides by this table.
+"""Depthwise convolutions and their gradients by oneDNN and by the templates (dicp_depthwise.h,
+dicp_depthwise_grad.h), channels-last: milliseconds of a call, medians, in turns. claims/depthwise.py decides
+by this table.
 
     python scripts/depthwise.py
 """
@@ -7,6 +8,8 @@ milliseconds of a call, medians, in turns. claims/depthwise.py decides by this t
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -29,57 +32,91 @@ SHAPES = {  # batch, channels, height and width, window, stride
 
 def templates(dtype: torch.dtype) -> dict[str, Callable[..., object]]:
     """input(grad, weight, dx, image's sizes, ..) and window(x, grad, dw, ..)"""
-    pointer, space = ctypes.c_void_p, torch.empty(64 << 20, dtype=torch.uint8)
-    kind = ctypes.CFUNCTYPE(ctypes.c_int32, *[pointer] * 4, pointer, ctypes.c_int64, ctypes.c_int64)
     found: dict[str, Callable[..., object]] = {}
     for part in ("input", "window"):
-        name, _, text = depthwise.unit(part, STORAGE[dtype])
-        call = kind(build([Unit(name, text)], Config.make()).address(name))
-
-        def run(given: list[Tensor], sizes: list[int], call: Callable[..., int] = call) -> None:
-            numbers = (ctypes.c_int64 * len(sizes))(*sizes)
-            where = [v.data_ptr() for v in given]
-            room = (space.data_ptr(), space.numel(), torch.get_num_threads())
-            assert call(*where, ctypes.addressof(numbers), *room) == 0
-
-        found[part] = run
+        name, _, text = depthwise.gradient_unit(part, STORAGE[dtype])
+        found[part] = native(name, text, 3)
     return found
+
+
+@functools.cache
+def convolution(dtype: torch.dtype, columns: int) -> Callable[..., object]:
+    """(x, weight, bias, None, None, y, sizes), for windows with so many columns, without a stride"""
+    name, _, text = depthwise.unit(STORAGE[dtype], "limited", columns)
+    return native(name, text, 6, -math.inf, math.inf)
+
+
+def native(name: str, text: str, pointers: int, *limits: float) -> Callable[..., object]:
+    pointer, space = ctypes.c_void_p, torch.empty(64 << 20, dtype=torch.uint8)
+    kinds = [*[pointer] * pointers, pointer, *[ctypes.c_float] * len(limits)]
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, *kinds, pointer, ctypes.c_int64, ctypes.c_int64)
+    call = kind(build([Unit(name, text)], Config.make()).address(name))
+
+    def run(given: list[Tensor | None], sizes: list[int]) -> None:
+        numbers = (ctypes.c_int64 * len(sizes))(*sizes)
+        where = [None if v is None else v.data_ptr() for v in given]
+        room = (space.data_ptr(), space.numel(), torch.get_num_threads())
+        assert call(*where, ctypes.addressof(numbers), *limits, *room) == 0
+
+    return run
 
 
 Calls = dict[str, Callable[[], object]]
 
 
+def nothing() -> None:
+    """Where there is no template."""
+
+
 def calls_of(shape: tuple[int, ...], dtype: torch.dtype, own: dict[str, Callable[..., object]]) -> Calls:
     batch, channels, size, window, stride = shape
+    pad = window // 2
     x = torch.randn(batch, channels, size, size).to(dtype).contiguous(memory_format=torch.channels_last)
-    weight = torch.randn(channels, 1, window, window).to(dtype)
-    y = torch.nn.functional.conv2d(x, weight, stride=stride, padding=window // 2, groups=channels)
+    weight, bias = torch.randn(channels, 1, window, window).to(dtype), torch.randn(channels).to(dtype)
+    y = torch.nn.functional.conv2d(x, weight, stride=stride, padding=pad, groups=channels)
     grad, dx, dw = torch.randn_like(y), torch.empty_like(x), torch.empty_like(weight)
-    how = [window, window, stride, stride, window // 2, window // 2, 1, 1]
-    pitches = [v.stride(d) for v in (x, y) for d in (0, 2, 3)]
-    sizes = [*x.shape, *y.shape[2:], *how, *pitches, *(weight.stride(d) for d in (0, 2, 3))]
+    how = [window, window, stride, stride, pad, pad, 1, 1]
+    pitches = [[v.stride(d) for d in (0, 2, 3)] for v in (x, y, weight)]
+    sizes = [*x.shape, *y.shape[2:], *how, *pitches[0], *pitches[1], *pitches[2], 0, 0, 0]
+    turned = [-n if k else n for k, n in enumerate(pitches[2])]
+    back = [*y.shape, *x.shape[2:], *how, *pitches[1], *pitches[0], *turned, 0, 0, 0]
+    same = [[pad] * 2, [stride] * 2, [1, 1], channels]
+    packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *same, list(x.shape))
 
     def library(*mask: bool) -> object:
-        how = ([stride] * 2, [window // 2] * 2, [1, 1], False, [0, 0], channels, mask)
+        how = ([stride] * 2, [pad] * 2, [1, 1], False, [0, 0], channels, mask)
         return torch.ops.aten.convolution_backward(grad, x, weight, None, *how)
 
+    def pointwise(w: Tensor) -> object:
+        return torch.ops.mkldnn._convolution_pointwise(x, w, bias, *same, "none", [], None)
+
+    slide, corner = convolution(dtype, window), weight.flatten()[window * window - 1 :]
     return {
+        "forward": lambda: pointwise(weight),
+        "forward, constant": lambda: pointwise(packed),
+        "forward, own": nothing if stride > 1 else lambda: slide([x, weight, bias, None, None, y], sizes),
         "input": lambda: library(True, False, False),
-        "input, own": lambda: own["input"]([grad, weight, dx], sizes),
+        "input, own": (lambda: own["input"]([grad, weight, dx], sizes))
+        if stride > 1
+        else lambda: slide([grad, corner, None, None, None, dx], back),
         "window": lambda: library(False, True, False),
         "window, own": lambda: own["window"]([x, grad, dw], sizes),
     }
 
 
 def main() -> None:
-    print(f"{'':54} {'of the input':>19} {'of the window':>19}")
-    print(f"{'batch, channels, size, window, stride':54}" + f" {'oneDNN':>9} {'own':>9}" * 2)
+    print(f"{'':54} {'forward':>29} {'of the input':>19} {'of the window':>19}")
+    print(
+        f"{'batch, channels, size, window, stride':54} {'oneDNN':>9} {'constant':>9} {'own':>9}"
+        + f" {'oneDNN':>9} {'own':>9}" * 2
+    )
     for dtype in (torch.float32, torch.bfloat16):
         own = templates(dtype)
         for name, shapes in SHAPES.items():
             for shape in shapes:
-                found = alternating(list(calls_of(shape, dtype, own).values()))
-                times = "".join(f" {ms:9.2f}" for ms in found)
+                calls = list(calls_of(shape, dtype, own).values())
+                found = iter(alternating([c for c in calls if c is not nothing]))
+                times = "".join(f" {'-':>9}" if c is nothing else f" {next(found):9.3f}" for c in calls)
                 sizes = "".join(f"{n:6}" for n in shape)
                 print(f"{str(dtype)[6:]:9} {name:14}{sizes} {times}", flush=True)
 

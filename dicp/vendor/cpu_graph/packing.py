@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.passes.conv_matmul import convolution_of
-from dicp.vendor.cpu_graph.claims import winograd
+from dicp.vendor.cpu_graph.claims import depthwise, winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.claims.matmul import (
     halved_by_mkl,
@@ -71,7 +71,7 @@ def packs(node: fx.Node) -> str | None:
         return None if as_it_is else repr(("linear", rows))
     if w.dim() != 4:
         return None
-    if winograd.is_ahead(node) or _is_sum_of_product(node):
+    if winograd.is_ahead(node) or depthwise.is_ahead(node) or _is_sum_of_product(node):
         return None
     stride, padding, dilation, groups = node.args[4:8]
     sizes = [size_hint(n) for n in x.shape]

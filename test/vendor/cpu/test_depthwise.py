@@ -1,5 +1,5 @@
-"""Gradients of depthwise convolutions by the template: against float64 under the rule of all tests (no further from it
-than twice eager), what is not finite, and which gradients it serves."""
+"""Depthwise convolutions and their gradients by the templates: against float64 under the rule of all tests (no further
+from it than twice eager), what is not finite, and which of them they serve."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 
 from dicp.compiler import Compiled, observe
 from dicp.vendor.cpu_graph.claims.common import onednn_has
+from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 DTYPES = [d for d in (torch.float32, torch.bfloat16) if onednn_has(d)]
 OWN, LIBRARY = "convolution_backward: depthwise", "convolution_backward: oneDNN"
+FORWARD, FORWARD_LIBRARY = "conv: depthwise", "conv: oneDNN"
+WIDE = "avx512f" in cpu_flags()  # elsewhere the library is asked for what slides
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,9 @@ CASES: dict[str, tuple[int, int, int, Any, Any, Any, Any]] = {
     "odd channels": (37, 9, 9, 5, 1, 2, 1),
     "more channels than a task has": (150, 8, 8, 3, 2, 1, 1),
     "wide": (16, 8, 30, (1, 17), 1, (0, 8), 1),
+    "groups of channels": (300, 6, 15, 7, 1, 3, 1),
+    "columns that are no multiple": (32, 5, 23, 3, 1, 1, 1),
+    "two columns": (32, 7, 2, 3, 1, 1, 1),
     "even window": (16, 10, 10, (4, 2), (2, 1), (2, 0), 1),
     "dilated": (16, 17, 15, 3, 1, 2, 2),
     "dilated with stride": (16, 17, 15, 3, (2, 3), (4, 2), (4, 2)),
@@ -86,8 +92,99 @@ def test_values(case: str, dtype: torch.dtype) -> None:
     conv, x = conv_of(case, dtype), image(case, dtype)
     grad = torch.randn_like(conv(x))
     run, calls = compiled(conv, x, grad)
-    assert sorted(calls) == sorted([OWN, OWN if max(conv.stride) > 1 else LIBRARY])
+    assert sorted(calls) == sorted([OWN, OWN if max(conv.stride) > 1 or WIDE and slides(conv) else LIBRARY])
     check(conv, x, grad, run)
+
+
+def slides(conv: torch.nn.Conv2d) -> bool:
+    """Whether the template of the convolution itself serves it."""
+    return {*conv.stride, *conv.dilation} == {1}
+
+
+def forward(fn: Any, *args: torch.Tensor, **how: Any) -> tuple[torch.Tensor, list[str]]:
+    """What fn gives compiled, and the names of its calls of convolutions."""
+    seen: list[Compiled] = []
+    with observe(seen.append), torch.no_grad():
+        got = torch.compile(fn, backend="dicp_cpu", **how)(*args)
+    return got, [c.claim.name for s in seen for c in s.program.library_calls if c.claim.name.startswith("conv")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_forward(case: str, dtype: torch.dtype) -> None:
+    conv, x = conv_of(case, dtype), image(case, dtype).detach()
+    got, calls = forward(conv, x)
+    assert calls == [FORWARD if WIDE and slides(conv) else FORWARD_LIBRARY]
+    with torch.no_grad():
+        close(got, conv(x), copy.deepcopy(conv).double()(x.double()))
+
+
+ACTS: dict[str, Any] = {
+    "relu": torch.relu,
+    "relu6": torch.nn.functional.relu6,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "hardswish": torch.nn.functional.hardswish,  # a kernel behind the call
+}
+
+
+@pytest.mark.skipif(not WIDE, reason="the library is asked where vectors are not of 512 bits")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ACTS)
+def test_what_follows_the_sums(act: str, dtype: torch.dtype) -> None:
+    """A norm, folded into weights and a bias that is float32, and an activation."""
+    conv, x = conv_of("odd channels", dtype), image("odd channels", dtype).detach()
+    norm = torch.nn.BatchNorm2d(37, dtype=dtype).eval()
+    with torch.no_grad():
+        for v in (norm.weight, norm.bias, norm.running_mean):
+            v.copy_(torch.randn_like(v))
+    model = torch.nn.Sequential(conv, norm).eval()
+    got, calls = forward(lambda x: ACTS[act](model(x)), x)
+    assert calls == [FORWARD]
+    with torch.no_grad():
+        eager, exact = ACTS[act](model(x)), ACTS[act](copy.deepcopy(model).double()(x.double()))
+    close(got, eager, exact)
+    x[0, 0, 0, 0] = float("nan")
+    torch._dynamo.reset()
+    assert (forward(lambda x: ACTS[act](model(x)), x)[0].isnan() == ACTS[act](model(x)).isnan()).all()
+
+
+@pytest.mark.skipif(not WIDE, reason="the library is asked where vectors are not of 512 bits")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual(dtype: torch.dtype) -> None:
+    """Of other strides, and with columns that are computed twice."""
+    conv, x = conv_of("columns that are no multiple", dtype), image("columns that are no multiple", dtype).detach()
+    other = torch.randn(3, 5, 23, 64).to(dtype)[..., 16:48].permute(0, 3, 1, 2)
+
+    def fn(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.relu(conv(x) + other)
+
+    got, calls = forward(fn, x, other)
+    assert calls == [FORWARD]
+    eager = fn(x, other)
+    conv.double()
+    close(got, eager, fn(x.double(), other.double()))
+
+
+@pytest.mark.skipif(not WIDE, reason="the library is asked where vectors are not of 512 bits")
+def test_frozen_weights_stay_as_they_are() -> None:
+    conv, x = conv_of("7x7").eval(), image("7x7").detach()
+    got, calls = forward(conv, x, options={"freeze": True})
+    assert calls == [FORWARD]
+    with torch.no_grad():
+        close(got, conv(x), copy.deepcopy(conv).double()(x.double()))
+
+
+def test_a_weight_that_lies_otherwise() -> None:
+    """Every second element of larger windows, whose rows are not dense."""
+    x, weights = image("3x3").detach(), torch.randn(32, 1, 6, 6)
+
+    def fn(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x, weights[:, :, ::2, ::2], padding=1, groups=32)
+
+    got, calls = forward(fn, x, weights)
+    assert calls == [FORWARD if WIDE else FORWARD_LIBRARY]
+    close(got, fn(x, weights), fn(x.double(), weights.double()))
 
 
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
@@ -99,6 +196,9 @@ def test_other_instruction_sets(isa: str) -> None:
         run, calls = compiled(conv, x, grad, options={"isa": isa})
         assert OWN in calls
         check(conv, x, grad, run)
+        got, calls = forward(conv, x.detach(), options={"isa": isa})
+        with torch.no_grad():
+            close(got, conv(x), copy.deepcopy(conv).double()(x.double()))
 
 
 @pytest.mark.parametrize("asked", [(True, False), (False, True)])
@@ -119,12 +219,13 @@ def test_one_gradient_alone(asked: tuple[bool, bool]) -> None:
         assert got.stride() == eager.stride()
 
 
-def test_what_is_not_finite_stays_in_its_window() -> None:
+@pytest.mark.parametrize("case", ["stride wider than the window", "7x7 larger than the image"])
+def test_what_is_not_finite_stays_in_its_window(case: str) -> None:
     """At an edge, in the middle, and in what no result has read."""
-    conv, x = conv_of("stride wider than the window"), image("stride wider than the window")
+    conv, x = conv_of(case), image(case)
     grad = torch.randn_like(conv(x))
     run, calls = compiled(conv, x, grad)
-    assert calls == [OWN, OWN]
+    assert OWN in calls
     for value in (float("inf"), float("nan")):
         for at in ((0, 0, 0, 0), (1, 3, 2, 2), (2, 15, 3, 1)):
             bad_x, bad_grad = x.detach().clone(), grad.clone()
@@ -135,12 +236,13 @@ def test_what_is_not_finite_stays_in_its_window() -> None:
                     torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_sizes_that_vary() -> None:
-    conv = conv_of("3x3 with stride")
-    x = image("3x3 with stride")
+@pytest.mark.parametrize("case", ["3x3 with stride", "3x3"])
+def test_sizes_that_vary(case: str) -> None:
+    conv = conv_of(case)
+    x = image(case)
     run, calls = compiled(conv, x, torch.randn_like(conv(x)), dynamic=True)
     assert OWN in calls
-    for shape in ((5, 32, 20, 7), (2, 32, 3, 31)):
+    for shape in ((5, 32, 20, 7), (2, 32, 3, 31), (1, 32, 2, 2)):
         x = torch.randn(shape).contiguous(memory_format=torch.channels_last).requires_grad_()
         check(conv, x, torch.randn_like(conv(x)), run)
 

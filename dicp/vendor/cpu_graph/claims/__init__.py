@@ -14,6 +14,7 @@ from dicp.vendor.cpu_graph.claims import (
     attention,
     attention_gradient,
     convolution,
+    depthwise,
     embedding,
     grouped,
     matmul,
@@ -88,7 +89,7 @@ def supports(target: Any, node: fx.Node) -> bool:
         return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.conv.default:
         if node.args[8] in rectified.TOPS:
-            return rectified.serves(node) or winograd.is_ahead(node)
+            return rectified.serves(node) or winograd.is_ahead(node) or depthwise.is_ahead(node)
         if node.args[8] not in (("none",) if node.args[3] is not None else ACTIVATIONS):
             return False  # oneDNN's sums know no activation but ReLU
         if node.args[3] is not None and node.meta["val"].dim() == 3:

@@ -164,6 +164,8 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
     found = _in_both_layouts(claim, node, config, (0, 1, 3))
     if PACKED in node.args[1].meta:  # type: ignore[union-attr]
         return found
+    if (depth := depthwise.depthwise_of(node)) is not None:
+        return _with_depthwise(depthwise.forward(), found, node, config) if depth.slides else found
     return _with_winograd(winograd.forward(), found, node, config)
 
 
@@ -192,21 +194,22 @@ def _pointwise(w: Any, c: Call, act: str) -> None:
         w.call(c, SHIM + "mkldnn__convolution_pointwise_binary", [*head, added, *tail])
 
 
-def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
-    """The claims that can serve a node, the likely fastest first."""
-    if config.numerics == "eager" or winograd.window_of(node) is None:
-        return library
-    ahead = order_in_memory(node.args[0]) == CHANNELS_LAST and winograd.is_ahead(node)
-    return [own, *library] if ahead else [*library, own]
-
-
-def _with_depthwise(library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
-    """The same of a gradient of a depthwise convolution."""
+def _with_own(own: Claim, ahead: bool, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+    """The claims that can serve a node, the likely fastest first. ahead: whether a template of ours is, of
+    images that are channels-last."""
     if config.numerics == "eager":
         return library
-    own = depthwise.input_gradient() if node.args[10][0] else depthwise.window_gradient()  # type: ignore[union-attr, index]
-    ahead = order_in_memory(node.args[0]) == CHANNELS_LAST and depthwise.is_ahead(node)
-    return [own, *library] if ahead else [*library, own]
+    return [own, *library] if ahead and order_in_memory(node.args[0]) == CHANNELS_LAST else [*library, own]
+
+
+def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+    if winograd.window_of(node) is None:
+        return library
+    return _with_own(own, winograd.is_ahead(node), library, node, config)
+
+
+def _with_depthwise(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+    return _with_own(own, depthwise.is_ahead(node), library, node, config)
 
 
 def splits_gradients(node: fx.Node) -> bool:
@@ -244,7 +247,8 @@ def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
     found = _in_both_layouts(claim, node, config, (0, 1, 2))
     asked = [bool(m) for m in node.args[10]]  # type: ignore[union-attr]
     if asked.count(True) == 1 and not asked[2] and depthwise.depthwise_of(node) is not None:
-        return _with_depthwise(found, node, config)
+        own = depthwise.input_gradient() if asked[0] else depthwise.window_gradient()
+        return _with_depthwise(own, found, node, config)
     if asked == [True, False, False]:
         return _with_winograd(winograd.input_gradient(), found, node, config)
     if asked == [False, True, False]:

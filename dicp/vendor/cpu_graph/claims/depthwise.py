@@ -1,4 +1,4 @@
-"""Gradients of depthwise convolutions that oneDNN computes badly (include/dicp_depthwise.h)."""
+"""Depthwise convolutions and their gradients (include/dicp_depthwise.h, dicp_depthwise_grad.h)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,53 @@ import torch.fx as fx
 from dicp.compat import size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
-from dicp.vendor.cpu_graph.claims.common import FLOATS, LOW, SPACE, aten, space
+from dicp.vendor.cpu_graph.claims.common import (
+    ACTIVATIONS,
+    FLOATS,
+    LIMITS,
+    LOW,
+    SPACE,
+    activation_of,
+    argument,
+    aten,
+    onednn_has,
+    space,
+)
 from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.expression import STORAGE
+from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 SPARED_BYTES = 1.0
 """Bytes, as the layout pass counts them, that a multiplication spares where oneDNN is far from any limit in
 every layout."""
+SPARED_BYTES_FORWARD = 0.25
+"""The same of a convolution without a stride, of which oneDNN takes 1.2 to 2.4 times as long."""
 
-_PARAMETERS = {
+MOST_TAPS, TAP_BYTES, TOGETHER = 7, 28 << 10, 32
+"""The header's constants: columns of a window that a function is made for, and those that its workspace
+depends on."""
+
+_PARAMETERS = (
+    "const {T}* x, const {T}* w, const {T}* bias, const float* wide, const {T}* other, {T}* y, "
+    f"const int64_t* sizes, float low, float high, {SPACE}"
+)
+_UNIT = """\
+#include "dicp_depthwise.h"
+using namespace dicp;
+
+extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+  const Workspace own{{space, bytes, threads}};
+  return depthwise<{act}, {window}>(x, w, {{bias, wide, other, {{low, high}}}}, y, sizes, own);
+}}
+"""
+
+_GRADIENT_PARAMETERS = {
     "input": f"const {{T}}* grad, const {{T}}* w, {{T}}* x, const int64_t* sizes, {SPACE}",
     "window": f"const {{T}}* x, const {{T}}* grad, {{T}}* w, const int64_t* sizes, {SPACE}",
 }
 _GIVEN = {"input": "grad, w, x", "window": "x, grad, w"}
-_UNIT = """\
-#include "dicp_depthwise.h"
+_GRADIENT_UNIT = """\
+#include "dicp_depthwise_grad.h"
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
@@ -40,60 +72,110 @@ _GROUP = 64
 
 @dataclass(frozen=True)
 class Depthwise:
-    """A convolution_backward of images [batch, channels, height, width] in which every channel is a group of
-    its own."""
+    """A dicp::conv or a convolution_backward of images [batch, channels, height, width] in which every
+    channel is a group of its own."""
 
+    channels: int
     window: tuple[int, int]
     strides: tuple[int, int]
+    dilation: tuple[int, int]
     dtype: torch.dtype
+
+    @property
+    def slides(self) -> bool:
+        """Whether dicp_depthwise.h serves it: neighbours share pixels, channels fill a vector."""
+        return self.channels >= 16 and set(self.strides) | set(self.dilation) == {1}
 
 
 def depthwise_of(node: fx.Node) -> Depthwise | None:
     """What the templates compute of this node."""
-    if node.target is not aten.convolution_backward.default:
-        return None
     a: Any = node.args
-    grad, image, weight = (x.meta["val"] for x in a[:3])
-    transposed, groups = a[7], a[9]
-    window = tuple(weight.shape[2:])
+    if node.target is torch.ops.dicp.conv.default:
+        image, weight, result, transposed, groups = a[0], a[1], node.meta["val"], False, a[7]
+        image, weight = image.meta["val"], weight.meta["val"]
+        act, other = argument(node, 8, "act", "none"), a[3]
+        if act not in (LIMITS if other is not None else (*ACTIVATIONS, *LIMITS)):
+            return None
+    elif node.target is aten.convolution_backward.default:
+        result, image, weight = (x.meta["val"] for x in a[:3])
+        transposed, groups = a[7], a[9]
+    else:
+        return None
     fits = (
         not transposed
         and weight.dim() == 4
-        and grad.dtype == image.dtype == weight.dtype
+        and result.dtype == image.dtype == weight.dtype
         and weight.dtype in FLOATS
         and all(isinstance(n, int) for n in (*weight.shape, groups))
-        and groups == weight.shape[0] == grad.shape[1] == image.shape[1] > 1
+        and groups == weight.shape[0] == result.shape[1] == image.shape[1] > 1
     )
     if not fits:
         return None
-    stride = (a[4][0], a[4][-1])
-    return Depthwise((int(window[0]), int(window[1])), stride, weight.dtype)
+    channels, _, rows, columns = (int(n) for n in weight.shape)
+    stride, dilation = ((how[0], how[-1]) for how in (a[4], a[6]))
+    return Depthwise(channels, (rows, columns), stride, dilation, weight.dtype)
 
 
 def is_ahead(node: fx.Node) -> bool:
-    """Whether one of the gradients that are asked for is faster than oneDNN's (scripts/depthwise.py): the
-    window's always, up to 80 times; the input's where there is a stride, of a low precision by 20 and more,
-    which oneDNN makes element by element."""
+    """Whether the convolution, or one of the gradients that are asked for, is faster than oneDNN's
+    (scripts/depthwise.py): the window's always, up to 80 times; the others where vectors are of 512 bits and
+    there is no stride; the input's where there is one, of a low precision by 20 and more, which oneDNN makes
+    element by element."""
     conv = depthwise_of(node)
-    wants_input, wants_window, _ = node.args[10]  # type: ignore[union-attr, misc]
-    return conv is not None and bool(wants_window or wants_input and max(conv.strides) > 1)
+    if conv is None:
+        return False
+    slides = conv.slides and onednn_has(conv.dtype) and "avx512f" in cpu_flags()
+    if node.target is not aten.convolution_backward.default:
+        return slides
+    wants_input, wants_window, _ = node.args[10]  # type: ignore[misc]
+    return bool(wants_window or wants_input and (slides or max(conv.strides) > 1))
 
 
 def gain(node: fx.Node) -> float:
     """What channels-last spares by way of these, in the layout pass's bytes."""
     conv = depthwise_of(node)
-    if conv is None or not (conv.window[1] > 3 or conv.dtype in LOW and max(conv.strides) > 1):
+    if conv is None or not is_ahead(node):
         return 0.0
-    result = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return SPARED_BYTES * math.prod(conv.window) * math.prod(size_hint(n) for n in result.shape)
+    if node.target is not aten.convolution_backward.default:
+        result, bytes_each = node.meta["val"], SPARED_BYTES_FORWARD
+    elif conv.window[1] > 3 or conv.dtype in LOW and max(conv.strides) > 1:
+        result, bytes_each = node.args[0].meta["val"], SPARED_BYTES  # type: ignore[union-attr]
+    else:
+        return 0.0
+    return bytes_each * math.prod(conv.window) * math.prod(size_hint(n) for n in result.shape)
+
+
+def forward() -> Claim:
+    """y = act(conv(x, w) + bias + other) without a stride."""
+
+    def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
+        return _bytes_of_taps(args[1].shape, threads(lowering))
+
+    return Claim(
+        "conv: depthwise",
+        _emit_forward,
+        out=True,
+        strides=strides,
+        prepare=prepare(0, 3, bias=2),
+        workspace=workspace,
+    )
+
+
+def _bytes_of_taps(shape: Sequence[int], threads: int) -> int:
+    """Of a group of channels for each thread: ChannelGroups of the header."""
+    channels, _, rows, columns = shape
+    units = max(channels // TOGETHER, 1)
+    groups = min(-(-4 * channels * rows * columns // TAP_BYTES), units)
+    return 4 * threads * (rows * columns + 1) * (-(-units // groups) + 1) * TOGETHER + 64
 
 
 def input_gradient() -> Claim:
     """The first result of convolution_backward, where only that is asked for."""
 
     def workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
-        channels, _, rows, columns = args[2].shape
-        return 4 * rows * columns * (channels + 4 * threads(lowering)) + 64
+        channels, _, rows, columns = shape = args[2].shape
+        own = 4 * rows * columns * (channels + 4 * threads(lowering)) + 64
+        return max(own, _bytes_of_taps(shape, threads(lowering)))
 
     return Claim(
         "convolution_backward: depthwise",
@@ -122,13 +204,28 @@ def window_gradient() -> Claim:
     )
 
 
+def _emit_forward(w: Any, c: Call) -> None:
+    x, weight, bias, other = c.args[:4]
+    act = argument(c.node, 8, "act", "none")
+    _emit_sliding(w, c, (x, weight, bias, other), act, c.args[5], [weight.strides[k] for k in (0, 2, 3)])
+
+
 def _emit_input(w: Any, c: Call) -> None:
     grad, _, weight = c.args[:3]
     out = c.outputs[0]
     assert out is not None
+    conv = depthwise_of(c.node)
+    assert conv is not None
+    down, across = weight.strides[2:]
+    if conv.slides:  # the window turned by 180 degrees over the result's gradient
+        last = weight.offset + (conv.window[0] - 1) * down + (conv.window[1] - 1) * across
+        turned = View(weight.buffer, weight.shape, weight.strides, last)
+        pads = [n - 1 - p for n, p in zip(conv.window, (c.args[5][0], c.args[5][-1]), strict=True)]
+        _emit_sliding(w, c, (grad, turned, None, None), "none", pads, [weight.strides[0], -down, -across])
+        return
     image = View(out, out.shape, out.strides)
     pointers = [w.pointer_to(grad), w.pointer_to(weight), w.pointer(out)]
-    _emit(w, c, "input", pointers, image, grad, [weight.strides[k] for k in (0, 2, 3)])
+    _emit_gradient(w, c, "input", pointers, image, grad, [weight.strides[0], down, across])
 
 
 def _emit_window(w: Any, c: Call) -> None:
@@ -136,25 +233,67 @@ def _emit_window(w: Any, c: Call) -> None:
     out = c.outputs[1]
     assert out is not None
     pointers = [w.pointer_to(image), w.pointer_to(grad), w.pointer(out)]
-    _emit(w, c, "window", pointers, image, grad, [out.strides[k] for k in (0, 2, 3)])
+    _emit_gradient(w, c, "window", pointers, image, grad, [out.strides[k] for k in (0, 2, 3)])
 
 
-def _emit(w: Any, c: Call, part: str, pointers: Sequence[str], image: View, grad: View, window: Any) -> None:
-    """The template's call. window: strides of the window per channel, row and column."""
+def _emit_sliding(
+    w: Any, c: Call, given: Any, act: str, padding: Sequence[int], window: Sequence[Any]
+) -> None:
+    """The call of dicp_depthwise.h. window: strides of the weight per channel, row and column."""
+    x, weight, bias, other = given
+    out = c.outputs[0]
+    assert out is not None
+    y = View(out, out.shape, out.strides)
+    once = [1, 1]
+    sizes, _ = w.ints(
+        [*x.shape, *y.shape[2:], *weight.shape[2:], *once, padding[0], padding[-1], *once]
+        + [*pitch(x), *pitch(y), *window, *pitch(other)]
+    )
+    word, limits = activation_of(act)
+    name, parameters, text = unit(STORAGE[out.dtype], word, weight.shape[3])
+    is_wide = bias is not None and bias.buffer.dtype != out.dtype
+    biases = (None, bias) if is_wide else (bias, None)
+    pointers = [*(w.pointer_to(v) for v in (x, weight, *biases, other)), w.pointer(out)]
+    w.call(c, w.template(name, parameters, text), [*pointers, sizes, *limits, *space(w, c)])
+
+
+def _emit_gradient(
+    w: Any, c: Call, part: str, pointers: Sequence[str], image: View, grad: View, window: Sequence[Any]
+) -> None:
+    """The call of dicp_depthwise_grad.h. window: strides of the window per channel, row and column."""
     stride, pad, dilation = ((a[0], a[-1]) for a in c.args[4:7])
     shape = c.args[2].shape[2:]
     sizes, _ = w.ints(
         [*image.shape, *grad.shape[2:], *shape, *stride, *pad, *dilation]
-        + [*pitch(image), *pitch(grad), *window]
+        + [*pitch(image), *pitch(grad), *window, *pitch(None)]
     )
-    name, parameters, text = unit(part, STORAGE[grad.buffer.dtype])
+    name, parameters, text = gradient_unit(part, STORAGE[grad.buffer.dtype])
     w.call(c, w.template(name, parameters, text), [*pointers, sizes, *space(w, c)])
 
 
-def unit(part: str, word: str) -> tuple[str, str, str]:
-    """The function's name, its parameters and the source around it. part: "input" or "window"."""
-    name, parameters = f"depthwise_{part}_gradient_{word}", _PARAMETERS[part].format(T=word)
-    return name, parameters, _UNIT.format(name=name, parameters=parameters, part=part, given=_GIVEN[part])
+def unit(word: str, act: str, columns: int) -> tuple[str, str, str]:
+    """The function for images of a storage type and windows with so many columns: name, parameters, source.
+    act: a word of the header's Activation."""
+    window = columns if columns <= MOST_TAPS else 0
+    name, parameters = f"depthwise_{window or 'wide'}_{word}_{act}", _PARAMETERS.format(T=word)
+    return name, parameters, _UNIT.format(name=name, parameters=parameters, act=act.upper(), window=window)
 
 
-__all__ = ["Depthwise", "depthwise_of", "gain", "input_gradient", "is_ahead", "unit", "window_gradient"]
+def gradient_unit(part: str, word: str) -> tuple[str, str, str]:
+    """The same of a gradient. part: "input" or "window"."""
+    name, parameters = f"depthwise_{part}_gradient_{word}", _GRADIENT_PARAMETERS[part].format(T=word)
+    given = _GIVEN[part]
+    return name, parameters, _GRADIENT_UNIT.format(name=name, parameters=parameters, part=part, given=given)
+
+
+__all__ = [
+    "Depthwise",
+    "depthwise_of",
+    "forward",
+    "gain",
+    "gradient_unit",
+    "input_gradient",
+    "is_ahead",
+    "unit",
+    "window_gradient",
+]

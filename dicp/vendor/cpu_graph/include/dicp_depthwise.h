@@ -1,7 +1,7 @@
-// Gradients of depthwise convolutions: each result is a sum over the window of its own channel, so vectors go along
+// Depthwise convolutions without a stride: each result is a sum over the window of its own channel, so vectors go along
 // the channels, which are dense in images (`channels-last`). Sums are of float32; no element outside a window is read.
 #pragma once
-#include "dicp_parts.h"
+#include "dicp_product.h"
 
 namespace dicp {
 
@@ -11,171 +11,153 @@ struct Depthwise {
   int64_t window[2], stride[2], pad[2], dilation[2];  // of rows, of columns
   int64_t x[3], g[3];                                 // of the image and the result: per image, row, column
   int64_t w[3];                                       // of the window: per channel, row, column
+  int64_t other[3];                                   // of what is added: per image, row, column
 
   int64_t taps() const { return window[0] * window[1]; }
 };
 
-// -- of the input ------------------------------------------------------------------------------------------
-
-// One element of the window, and the result that it has made of a pixel.
-template <class T> struct Contribution {
-  const T* grad;
-  const float* weight;
+// What follows the sums: act(sum + bias + other). wide: a float32 bias of images in a low precision.
+template <class T> struct Addends {
+  const T* bias;
+  const float* wide;
+  const T* other;
+  Limits limits;
 };
 
-// What the pixel in `row` and `column` of an image has contributed to; the most are a.taps().
-template <class T>
-inline int64_t contributions(const Depthwise& a, const T* grad, const float* taps, int64_t row, int64_t column,
-                             Contribution<T>* found) {
-  int64_t n = 0;
-  for (int64_t r = 0; r < a.window[0]; ++r) {
-    const int64_t down = row + a.pad[0] - r * a.dilation[0], i = down / a.stride[0];
-    if (down < 0 || i * a.stride[0] != down || i >= a.rows) continue;
-    for (int64_t s = 0; s < a.window[1]; ++s) {
-      const int64_t across = column + a.pad[1] - s * a.dilation[1], j = across / a.stride[1];
-      if (across < 0 || j * a.stride[1] != across || j >= a.columns) continue;
-      found[n++] = {grad + i * a.g[1] + j * a.g[2], taps + (r * a.window[1] + s) * a.channels};
-    }
+// Results of a row at a time: with a row of the window and a pixel they fit in registers.
+constexpr int WIDE = LANES == 16 ? 14 : 6;
+template <int n> struct Columns { static constexpr int count = n; };
+// Elements of the window before the next ones are loaded.
+constexpr int MOST_TAPS = 7;
+// Bytes of weights that stay in the first-level cache beside the pixels, and the channels that share cache lines.
+constexpr int64_t TAP_BYTES = 28 << 10, TOGETHER = 32;
+
+// The channels in groups whose weights, as float32 [tap][channel] and the bias behind them, fit in TAP_BYTES.
+struct ChannelGroups {
+  int64_t channels, units, count, pitch;
+  explicit ChannelGroups(const Depthwise& a) : channels(a.channels) {
+    units = channels < TOGETHER ? 1 : channels / TOGETHER;
+    count = least((4 * channels * a.taps() + TAP_BYTES - 1) / TAP_BYTES, units);
+    pitch = ((units + count - 1) / count + 1) * TOGETHER;
   }
-  return n;
+  int64_t begin(int64_t group) const { return group == count ? channels : units * group / count * TOGETHER; }
+};
+
+// Weights of the channels [from, from + n) to taps[tap][pitch], and the bias.
+template <class T>
+inline void bring_taps(const Depthwise& a, const T* w, const Addends<T>& e, int64_t from, int64_t n, float* taps,
+                       int64_t pitch) {
+  const int64_t count = a.taps(), step = a.w[2];
+  const T* const corner = w + from * a.w[0];
+  if ((step == 1 || step == -1) && a.w[1] == step * a.window[1]) {  // the window as it lies, or turned by 180 degrees
+    const int64_t last = step < 0 ? count - 1 : 0;
+    bring(corner - last, 1, a.w[0], count, n, taps + last * pitch, step * pitch);
+  } else {
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t c = 0; c < n; ++c)
+        taps[t * pitch + c] = load(corner + c * a.w[0] + t / a.window[1] * a.w[1] + t % a.window[1] * step, One());
+  }
+  float* const bias = taps + count * pitch;
+  for (int64_t c = 0; c < n; ++c)
+    bias[c] = e.bias ? load(e.bias + from + c, One()) : e.wide ? e.wide[from + c] : 0.0f;
 }
 
-// x = the gradient of the image from that of the result. Returns not 0 where memory is short.
-template <class T>
-inline int32_t depthwise_input(const T* grad, const T* w, T* x, const int64_t* sizes, Workspace space) {
-  const Depthwise& a = *(const Depthwise*)sizes;
-  const int64_t per_thread = a.taps() * (int64_t)(sizeof(Contribution<T>) / sizeof(float));
-  auto* const lists = (Contribution<T>*)space.take(space.threads * per_thread);
-  float* const taps = space.take(a.taps() * a.channels);  // [row][column][channel]
-  if (!taps) return 1;
-#pragma omp parallel num_threads(space.threads)
-  {
-    Contribution<T>* const list = lists + omp_get_thread_num() * a.taps();
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < a.taps(); ++t)
-      for (int64_t c = 0; c < a.channels; ++c)
-        taps[t * a.channels + c] =
-            load(w + c * a.w[0] + t / a.window[1] * a.w[1] + t % a.window[1] * a.w[2], One());
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t b = 0; b < a.batch; ++b)
-      for (int64_t row = 0; row < a.height; ++row)
-        for (int64_t column = 0; column < a.width; ++column) {
-          const int64_t n = contributions(a, grad + b * a.g[0], taps, row, column, list);
-          T* const to = x + b * a.x[0] + row * a.x[1] + column * a.x[2];
-          each_part(a.channels, [&](int64_t c, auto lanes) INLINE {
-            vf32 sum = splat<vf32>(0.0f);
-            for (int64_t k = 0; k < n; ++k)
-              sum = fma(cast<vf32>(load(list[k].grad + c, lanes)), load(list[k].weight + c, lanes), sum);
-            store(to + c, sum, lanes);
-          });
-        }
-  }
-  return 0;
-}
-
-// -- of the window -----------------------------------------------------------------------------------------
-
-// Channels of a task: cache lines that hold several vectors are read once.
-constexpr int64_t DEPTHWISE_CHANNELS = 64;
-// Results of a row whose pixels overlap at a time: with the window's sums they fit in registers.
-constexpr int64_t DEPTHWISE_COLUMNS = 4;
-
-// sums[s] += image * gradient of `count` results from column j on, for `taps` elements of a row of the window whose
-// first reads the row of pixels at `x` in column `first` for column 0. One vector of channels. near: neighbours share
-// pixels, of which each is read once.
-template <int taps, int count, bool near, class T, class N>
-DICP_INLINE void correlate(const Depthwise& a, const T* x, const T* g, int64_t first, int64_t j, N lanes,
-                           vf32 (&sums)[taps]) {
-  vf32 grad[count];
+// sums[k] += the products of `taps` elements of a row of the window with pixels from column `from` + k on. Neighbours
+// share pixels, of which each is read once.
+template <int taps, int count, class T>
+DICP_INLINE void slide(const Depthwise& a, const T* x, const float* w, int64_t pitch, int64_t from,
+                       vf32 (&sums)[count]) {
+  vf32 weight[taps];
 #pragma GCC unroll 8
-  for (int k = 0; k < count; ++k) grad[k] = cast<vf32>(load(g + (j + k) * a.g[2], lanes));
-  const int64_t from = first + j * a.stride[1], step = near ? 1 : a.dilation[1];
-#pragma GCC unroll 16
+  for (int s = 0; s < taps; ++s) weight[s] = load(w + s * pitch, Full());
+#pragma GCC unroll 32
   for (int p = 0; p < count + taps - 1; ++p) {
-    const int64_t column = from + p * step;
+    const int64_t column = from + p;
     if (column < 0 || column >= a.width) continue;
-    const vf32 pixel = cast<vf32>(load(x + column * a.x[2], lanes));
-#pragma GCC unroll 8
+    const vf32 pixel = cast<vf32>(load(x + column * a.x[2], Full()));
+#pragma GCC unroll 32
     for (int k = 0; k < count; ++k)
-      if (p - k >= 0 && p - k < taps) sums[p - k] = fma(pixel, grad[k], sums[p - k]);
+      if (p - k >= 0 && p - k < taps) sums[k] = fma(pixel, weight[p - k], sums[k]);
   }
 }
 
-// Elements [s, s + taps) of a row of the window, over one row of results: added to total[s][DEPTHWISE_CHANNELS].
-template <int taps, class T, class N>
-DICP_INLINE void correlate_row(const Depthwise& a, const T* x, const T* g, int64_t s, N lanes, float* total) {
-  vf32 sums[taps];
-#pragma GCC unroll 8
-  for (int k = 0; k < taps; ++k) sums[k] = splat<vf32>(0.0f);
-  const int64_t first = s * a.dilation[1] - a.pad[1];
-  int64_t j = 0;
-  if (a.stride[1] == 1 && a.dilation[1] == 1)
-    for (; j + DEPTHWISE_COLUMNS <= a.columns; j += DEPTHWISE_COLUMNS)
-      correlate<taps, DEPTHWISE_COLUMNS, true>(a, x, g, first, j, lanes, sums);
-  for (; j < a.columns; ++j) correlate<taps, 1, false>(a, x, g, first, j, lanes, sums);
-#pragma GCC unroll 8
-  for (int k = 0; k < taps; ++k) {
-    float* const to = total + (s + k) * DEPTHWISE_CHANNELS;
-    store(to, load(to, Full()) + sums[k], Full());
-  }
-}
-
-// The sums of `channels` channels over rows [from, to) of all images' results: total[taps][DEPTHWISE_CHANNELS].
-template <class T>
-inline void correlate_rows(const Depthwise& a, const T* x, const T* g, int64_t from, int64_t to, int64_t channels,
-                           float* total) {
-  for (int64_t k = 0; k < a.taps() * DEPTHWISE_CHANNELS; ++k) total[k] = 0.0f;
-  for (int64_t at = from; at < to; ++at) {
-    const int64_t image = at / a.rows, i = at % a.rows;
-    for (int64_t r = 0; r < a.window[0]; ++r) {
-      const int64_t row = i * a.stride[0] + r * a.dilation[0] - a.pad[0];
-      if (row < 0 || row >= a.height) continue;
-      const T* const pixels = x + image * a.x[0] + row * a.x[1];
-      const T* const grads = g + image * a.g[0] + i * a.g[1];
-      each_part(channels, [&](int64_t c, auto lanes) INLINE {
-        float* const sums = total + r * a.window[1] * DEPTHWISE_CHANNELS + c;
-        int64_t s = 0;
-        constexpr bool whole = same<decltype(lanes), Full>;
-        if constexpr (whole) {
-          for (; s + 7 <= a.window[1]; s += 7) correlate_row<7>(a, pixels + c, grads + c, s, lanes, sums);
-          for (; s + 5 <= a.window[1]; s += 5) correlate_row<5>(a, pixels + c, grads + c, s, lanes, sums);
-          for (; s + 3 <= a.window[1]; s += 3) correlate_row<3>(a, pixels + c, grads + c, s, lanes, sums);
-        }
-        for (; s < a.window[1]; ++s) correlate_row<1>(a, pixels + c, grads + c, s, lanes, sums);
-      });
+// `count` results of row i from column j on, of one vector of channels, at which the pointers begin. window: its
+// columns, or 0 where they are more than MOST_TAPS.
+template <Activation act, int window, int count, class T>
+DICP_INLINE void results(const Depthwise& a, const T* x, const float* taps, int64_t pitch, const T* other,
+                         Limits limits, T* y, int64_t i, int64_t j) {
+  vf32 sums[count];
+#pragma GCC unroll 32
+  for (int k = 0; k < count; ++k) sums[k] = load(taps + a.taps() * pitch, Full());
+  for (int64_t r = 0; r < a.window[0]; ++r) {
+    const int64_t row = i + r - a.pad[0];
+    if (row < 0 || row >= a.height) continue;
+    const T* const pixels = x + row * a.x[1];
+    const float* const w = taps + r * a.window[1] * pitch;
+    const int64_t from = j - a.pad[1];
+    if constexpr (window > 0) {
+      slide<window, count>(a, pixels, w, pitch, from, sums);
+    } else {
+      int64_t s = 0;
+      for (; s + MOST_TAPS <= a.window[1]; s += MOST_TAPS)
+        slide<MOST_TAPS, count>(a, pixels, w + s * pitch, pitch, from + s, sums);
+      for (; s < a.window[1]; ++s) slide<1, count>(a, pixels, w + s * pitch, pitch, from + s, sums);
     }
   }
+#pragma GCC unroll 32
+  for (int k = 0; k < count; ++k) {
+    if (other) sums[k] = sums[k] + cast<vf32>(load(other + (j + k) * a.other[2], Full()));
+    store(y + (j + k) * a.g[2], activate<act>(sums[k], limits), Full());
+  }
 }
 
-// w = the gradient of the window from that of the result. Returns not 0 where memory is short.
-template <class T>
-inline int32_t depthwise_window(const T* x, const T* grad, T* w, const int64_t* sizes, Workspace space) {
+// The same of all n channels. A last vector begins earlier where it would reach beyond them, and so do the columns:
+// some results are then computed twice.
+template <Activation act, int window, int count, class T>
+DICP_INLINE int64_t columns_from(const Depthwise& a, const T* x, const float* taps, int64_t pitch, const T* other,
+                                 Limits limits, T* y, int64_t i, int64_t j, int64_t n) {
+  if (j + count > a.columns) j = a.columns - count;
+  for (int64_t k = 0; k < n; k += LANES) {
+    const int64_t c = least(k, n - LANES);
+    results<act, window, count>(a, x + c, taps + c, pitch, other ? other + c : other, limits, y + c, i, j);
+  }
+  return j + count;
+}
+
+// y = act(conv(x, w) + bias + other), of LANES channels at the least, stride and dilation 1; y is not `other`. Returns
+// not 0 where memory is short.
+template <Activation act, int window, class T>
+inline int32_t depthwise(const T* x, const T* w, const Addends<T>& e, T* y, const int64_t* sizes, Workspace space) {
   const Depthwise& a = *(const Depthwise*)sizes;
-  const int64_t groups = (a.channels + DEPTHWISE_CHANNELS - 1) / DEPTHWISE_CHANNELS, rows = a.batch * a.rows;
-  // parts of the rows, each with sums of its own, which are added in one order
-  int64_t parts = 2 * space.threads;
-  if (parts > rows) parts = rows > 0 ? rows : 1;
-  const int64_t size = a.taps() * DEPTHWISE_CHANNELS;
-  float* const sums = space.take(parts * groups * size);
-  if (!sums) return 1;
-#pragma omp parallel num_threads(space.threads)
-  {
-#pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t part = 0; part < parts; ++part)
-      for (int64_t group = 0; group < groups; ++group) {
-        const int64_t c = group * DEPTHWISE_CHANNELS, rest = a.channels - c;
-        correlate_rows(a, x + c, grad + c, rows * part / parts, rows * (part + 1) / parts,
-                       rest < DEPTHWISE_CHANNELS ? rest : DEPTHWISE_CHANNELS, sums + (part * groups + group) * size);
+  const ChannelGroups groups(a);
+  const int64_t size = (a.taps() + 1) * groups.pitch;
+  const bool few = a.batch * a.rows * a.columns * a.channels * a.taps() <= SMALL_PRODUCT;
+  const int64_t threads = few ? 1 : space.threads;
+  float* const memory = space.take(threads * size);
+  if (!memory) return 1;
+  const int64_t rows = a.batch * a.rows, all = groups.count * rows;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t part = 0; part < threads; ++part) {
+    float* const taps = memory + part * size;
+    int64_t brought = -1;
+    for (int64_t at = all * part / threads; at < all * (part + 1) / threads; ++at) {
+      const int64_t group = at / rows, image = at % rows / a.rows, i = at % a.rows;
+      const int64_t from = groups.begin(group), n = groups.begin(group + 1) - from;
+      if (group != brought) bring_taps(a, w, e, from, n, taps, groups.pitch);
+      brought = group;
+      const T* const pixels = x + image * a.x[0] + from;
+      const T* const other = e.other ? e.other + image * a.other[0] + i * a.other[1] + from : nullptr;
+      T* const to = y + image * a.g[0] + i * a.g[1] + from;
+      auto next = [&](int64_t j, auto of) INLINE {
+        constexpr int count = decltype(of)::count;
+        return columns_from<act, window, count>(a, pixels, taps, groups.pitch, other, e.limits, to, i, j, n);
+      };
+      for (int64_t j = 0; j < a.columns;) {
+        if (a.columns >= WIDE && a.columns - j > WIDE / 2) j = next(j, Columns<WIDE>());
+        else if (a.columns >= WIDE / 2) j = next(j, Columns<WIDE / 2>());
+        else j = next(j, Columns<1>());
       }
-#pragma omp for schedule(static)
-    for (int64_t c = 0; c < a.channels; ++c)
-      for (int64_t t = 0; t < a.taps(); ++t) {
-        const float* const from =
-            sums + c / DEPTHWISE_CHANNELS * size + t * DEPTHWISE_CHANNELS + c % DEPTHWISE_CHANNELS;
-        float sum = from[0];
-        for (int64_t part = 1; part < parts; ++part) sum += from[part * groups * size];
-        store(w + c * a.w[0] + t / a.window[1] * a.w[1] + t % a.window[1] * a.w[2], sum, One());
-      }
+    }
   }
   return 0;
 }
