@@ -18,6 +18,7 @@ from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.passes.conv_matmul import convolution_of
 from dicp.vendor.cpu_graph.claims import depthwise, winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
+from dicp.vendor.cpu_graph.claims.convolution import cuts_patches
 from dicp.vendor.cpu_graph.claims.matmul import (
     halved_by_mkl,
     prefers_onednn,
@@ -71,19 +72,22 @@ def packs(node: fx.Node) -> str | None:
         return None if as_it_is else repr(("linear", rows))
     if w.dim() != 4:
         return None
-    if winograd.is_ahead(node) or depthwise.is_ahead(node) or _is_sum_of_product(node):
+    if winograd.is_ahead(node) or depthwise.is_ahead(node) or _is_product(node):
         return None
     stride, padding, dilation, groups = node.args[4:8]
     sizes = [size_hint(n) for n in x.shape]
     return repr(("conv", _pair(padding), _pair(stride), _pair(dilation), groups, sizes))
 
 
-def _is_sum_of_product(node: fx.Node) -> bool:
-    """Whether tiles are ahead of a dicp::conv that is a product and a sum: oneDNN takes 1.06 to 1.5 times as
-    long for UNet's skips (384 channels to 128 at 64x64, 1024 to 512 at 16x16; two Zen 5 cores)."""
+def _is_product(node: fx.Node) -> bool:
+    """Whether a product is ahead of a dicp::conv: of patches of an image, and of 1x1 windows and a sum, where
+    oneDNN takes 1.06 to 1.5 times as long as tiles for UNet's skips (384 channels to 128 at 64x64, 1024 to
+    512 at 16x16; two Zen 5 cores)."""
     conv = convolution_of(node)
-    added = conv is not None and conv.pointwise and node.args[3] is not None
-    return added and conv.dtype == torch.float32 and halved_by_mkl()  # type: ignore[union-attr]
+    if conv is None:
+        return False
+    added = conv.pointwise and node.args[3] is not None
+    return cuts_patches(conv) or added and conv.dtype == torch.float32 and halved_by_mkl()
 
 
 def _pair(x: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""What follows a convolution inside oneDNN's call, and what does not fit there."""
+"""What follows a convolution inside oneDNN's call, what does not fit there, and patches, which are products."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dicp.compiler import Compiled, observe
+from dicp.vendor.cpu_graph.claims.common import onednn_has
 
 
 @pytest.mark.parametrize("freeze", [False, True])
@@ -78,3 +79,33 @@ def test_what_is_added_is_written_over(act: str, freeze: bool) -> None:
     for image in (x, bad):
         torch.testing.assert_close(run(image), fn(image), rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", [d for d in (torch.float32, torch.bfloat16) if onednn_has(d)])
+@pytest.mark.parametrize("how", ["inference", "freeze", "training"])
+def test_patches_of_images_are_a_product(how: str, dtype: torch.dtype) -> None:
+    """As vision transformers cut them; in bf16 the weight's gradient as well. Not of many channels."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    image = torch.nn.Conv2d(3, 40, 8, 8, dtype=dtype)
+    down = torch.nn.Conv2d(40, 48, 2, 2, dtype=dtype)
+    x, graphs = torch.randn(16, 3, 64, 64).to(dtype), []  # type: ignore[var-annotated]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return down(image(x))
+
+    options = {"freeze": how == "freeze"}
+    with torch.set_grad_enabled(how == "training"), observe(graphs.append):
+        run = torch.compile(fn, backend="dicp_cpu", options=options)
+        got, eager = run(x), fn(x)
+        mine, theirs = [got], [eager]
+        if how == "training":
+            mine += torch.autograd.grad([got.float().sum()], list(image.parameters()))
+            theirs += torch.autograd.grad([eager.float().sum()], list(image.parameters()))
+    for a, b in zip(mine, theirs, strict=True):
+        unit = torch.finfo(dtype).eps * b.detach().abs().max().item()
+        torch.testing.assert_close(a, b, rtol=0, atol=8 * unit)
+    calls = [c.claim.name.split(":")[0] for g in graphs for c in g.program.library_calls]
+    assert sum(c in ("conv", "convolution") for c in calls) == 1
+    if how == "training":  # of the second layer's image, and in float32 of the two weights
+        assert calls.count("convolution_backward") == (1 if dtype == torch.bfloat16 else 2)
