@@ -68,6 +68,7 @@ class Runner:
             "per_size": per_size,
             "plain": plain,
             "within": within,
+            "apart": apart,
             "torch": torch,
         }
         self.lines: list[str] = []
@@ -393,7 +394,10 @@ class Runner:
     def _view(self, v: View, apart: bool = False) -> str:
         """A Python tensor for a window on memory; `apart`: no view of another tensor, but for its marks."""
         window = self._window(v)
-        window += ".detach()" * (apart and ".as_strided(" in window)
+        if apart and ".as_strided(" in window:
+            window += ".detach()"
+        elif apart and self.lowered.buffers[self.plan.find(v.buffer.name)].kind in ("library", "extern"):
+            window = f"apart({window})"
         return window + ".conj()" * v.conj + "._neg_view()" * v.neg
 
     def _window(self, v: View) -> str:
@@ -464,6 +468,12 @@ def within(
     """A tensor of any dtype on the memory of another; offset and strides in its own elements."""
     window = torch.empty(0, dtype=dtype, device=lender.device)
     return window.set_(lender.untyped_storage(), offset, shape, strides)
+
+
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """t, not as a view of a tensor that only the library knows which made it: attention and products of three
+    dims may answer so."""
+    return t.detach() if t._is_view() else t
 
 
 def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:

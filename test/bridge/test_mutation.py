@@ -465,6 +465,18 @@ def test_results_may_be_written_to_where_they_have_gradients(f) -> None:
     torch.testing.assert_close(*grads)
 
 
+def test_what_a_library_returned_may_be_written_to() -> None:
+    """ATen's attention answers with a view of what only it knows."""
+    q, k, v = (r(2, 4, 24, 16).requires_grad_() for _ in range(3))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    results = []
+    for call in (torch.compile(attention, backend="dicp_cpu"), attention):
+        y = call(q, k, v)
+        y[0].add_(1)
+        results.append(y.detach())
+    torch.testing.assert_close(*results)
+
+
 def test_gradients_of_conjugated_inputs() -> None:
     """A forward keeps conjugates of what was traced as conjugates."""
     up = c(6, 10)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dicp.runtime.failure import check_failure
@@ -24,6 +25,7 @@ from dicp.vendor.cpu_graph.timing import report_at_exit
 
 # A compiler's start costs as much as compiling three or four kernels: few units, but enough to share out.
 UNITS, LEAST, MOST = 4, 4, 16
+_INCLUDED = re.compile(r'#include "(.*)"')
 
 
 @contextlib.contextmanager
@@ -35,10 +37,17 @@ def begin(lowered: Lowered, config: Any) -> Iterator[Build]:
     launcher.start()
     try:
         with Build(config) as build:
-            build.begin(list(_templates(calls).values()))
+            # a long header takes long: it goes first, so that workers end at the same time
+            build.begin(sorted(_templates(calls).values(), key=_length_of_header, reverse=True))
             yield build
     finally:
         launcher.join()
+
+
+def _length_of_header(unit: Unit) -> int:
+    """Of what a template includes first."""
+    found = _INCLUDED.search(unit.source)
+    return (toolchain.INCLUDE / found[1]).stat().st_size if found else 0
 
 
 def _templates(calls: Sequence[Call]) -> dict[str, Unit]:
@@ -69,8 +78,7 @@ def _likeness(call: Call) -> str:
 
 def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, ToolchainError, NoCompileError."""
-    lanes = toolchain.lanes(config)
-    names, units = kernel_units(program, lanes)
+    names = kernel_names(program)
     writers = [
         (step, _segment(program, step, names, config.debug >= 2))
         for step in program.steps
@@ -78,15 +86,15 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     ]
     n_checks = len(program.lowered.checks)
     templates = {name: unit for _, writer in writers for name, unit in writer.templates.items()}
-    units = [*templates.values(), *units]
+    segments = []
     if writers:
         lines = tuple(dict.fromkeys(line for step, _ in writers for line in _lines(step)))
         source = unit_source([writer for _, writer in writers], n_checks)
-        units.append(Unit(f"{program.name}_segments", source, lines, effort="none"))
-    program.sources = {f"{u.name}.cpp": u.source for u in units}
+        segments = [Unit(f"{program.name}_segments", source, lines, effort="none")]
     build: Build = program.begun
-    build.submit([u for u in units if u.name in templates])  # those that take longest first
-    build.submit([u for u in units if u.effort == "none"])
+    build.submit([*templates.values(), *segments])  # while kernels are written
+    units = [*templates.values(), *kernel_units(program, names, toolchain.lanes(config)), *segments]
+    program.sources = {f"{u.name}.cpp": u.source for u in units}
     library = build.finish(units)
     natives = {step.number: _native(writer, library, program, units[-1], config) for step, writer in writers}
     runner = Runner(program, natives)
@@ -98,12 +106,16 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     return call
 
 
-def kernel_units(program: Program, lanes: int) -> tuple[dict[str, str], list[Unit]]:
-    """(function name by kernel digest, translation units); equal kernels are emitted once."""
+def kernel_names(program: Program) -> dict[str, str]:
+    """Function name by kernel digest."""
+    return {x.kernel.digest: f"{x.kernel.name}_{x.kernel.digest[:8]}" for x in program.launches}
+
+
+def kernel_units(program: Program, names: Mapping[str, str], lanes: int) -> list[Unit]:
+    """The translation units; equal kernels are emitted once."""
     distinct: dict[str, Launch] = {}
     for launch in program.launches:
         distinct.setdefault(launch.kernel.digest, launch)
-    names = {d: f"{launch.kernel.name}_{d[:8]}" for d, launch in distinct.items()}
     texts = share(
         [
             Emitted(names[d], codegen.emit(launch.kernel, names[d], lanes), launch.kernel.origins)
@@ -117,7 +129,7 @@ def kernel_units(program: Program, lanes: int) -> tuple[dict[str, str], list[Uni
         source = "\n\n".join([PRELUDE, *(t.text for t in chunk)])
         lines = tuple(dict.fromkeys(o for t in chunk for o in t.origins))
         units.append(Unit("_".join(["kernels", chunk[0].name]), source + "\n", lines))
-    return names, units
+    return units
 
 
 PRELUDE = '#include "dicp_kernel.h"\nusing namespace dicp;'

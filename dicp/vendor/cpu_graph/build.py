@@ -133,24 +133,27 @@ class Build:
             queue.release()
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """Start compiling those that the cache lacks, for a caller with other work at hand: compilers follow
-        one another without this process, whose threads would get the interpreter every 5 ms and need it some
-        50 times between two. What goes wrong, `finish` does again, and says."""
+        """Start compiling those that the cache lacks, in this order, for a caller with other work at hand:
+        compilers follow one another without this process, whose threads would get the interpreter every 5 ms
+        and need it some 50 times between two. What goes wrong, `finish` does again, and says."""
         tools = self.tools
         if tools is None:
             return
         tried = [(plan, self.store.reserve(plan.keys[0])) for plan in self._lacking(units)]
         reserved = [(plan, entry) for plan, entry in tried if entry is not None]
-        for k in range(min(self.workers, len(reserved))):
-            queue = _Queue(reserved[k :: self.workers])
-            self.queues.append(queue)
-            self.begun.append(queue)
-            self.taken.update(plan.unit.source for plan, _ in queue.entries)
-            self.pool.submit(queue.start, tools, self.jobs).result()
+        if not reserved:
+            return
+        queue = _Queue(reserved, min(self.workers, len(reserved)))
+        self.queues.append(queue)
+        self.begun.append(queue)
+        self.taken.update(plan.unit.source for plan, _ in reserved)
+        self.pool.submit(queue.start, tools, self.jobs).result()
 
     def submit(self, units: Sequence[Unit]) -> None:
         """Compile those that the cache lacks, in this order, after what has begun."""
-        self.running += [self.pool.submit(self._collect, queue) for queue in self.begun]
+        for queue in self.begun:
+            for shell in range(queue.shells):  # each takes a worker's place
+                self.running.append(self.pool.submit(self._collect, queue, shell))
         self.begun = []
         for plan in self._lacking(units):
             self.taken.add(plan.unit.source)
@@ -195,14 +198,13 @@ class Build:
         assert self.tools is not None
         return {plan.unit.source: _compile(plan, self.tools, self.config, self.store, self.jobs)}
 
-    def _collect(self, queue: _Queue) -> dict[str, Path]:
-        """Enter what a queue made in the cache."""
+    def _collect(self, queue: _Queue, shell: int) -> dict[str, Path]:
+        """When a shell of a queue has ended, enter in the cache what the queue has made."""
         try:
-            queue.wait(self.config.compile_timeout_s, self.jobs)
-            tried = {plan.unit.source: _published(plan, entry) for plan, entry in queue.entries}
-            return {source: folder for source, folder in tried.items() if folder is not None}
+            queue.wait(shell, self.config.compile_timeout_s, self.jobs)
+            return queue.publish()
         finally:
-            queue.release()
+            queue.leave()
 
     def _refuse(self, missing: Sequence[_Plan]) -> None:
         if self.config.no_compile:
@@ -280,29 +282,53 @@ def _arguments(plan: _Plan) -> list[str]:
 
 
 class _Queue:
-    """Units that one shell compiles one after another, each in its reserved folder."""
+    """Units that shells compile one after another, each in its reserved folder: whoever makes a unit's log
+    compiles it."""
 
-    def __init__(self, entries: Sequence[tuple[_Plan, Reservation]]) -> None:
-        self.entries = entries
-        self.process: subprocess.Popen[bytes] | None = None
+    def __init__(self, entries: Sequence[tuple[_Plan, Reservation]], shells: int) -> None:
+        self.entries, self.shells = list(entries), shells
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._running = shells
+        self._mutex = threading.Lock()
 
     def start(self, tools: Toolchain, jobs: Jobs) -> None:
-        lines = []
+        lines = ["set -C"]  # to an existing file is then not written
         with contextlib.suppress(OSError, DicpError):
             for plan, entry in self.entries:
                 (entry.folder / SOURCE).write_text(plan.unit.source)
                 compiling = shlex.join([*tools.command, *_arguments(plan)])
                 place = shlex.quote(str(entry.folder))
-                lines.append(f"cd {place} && TMPDIR={place} {compiling} >{LOG} 2>&1 && : >{DONE}")
+                lines += [
+                    f"cd {place} && (: >{LOG}) 2>/dev/null &&",
+                    f"  TMPDIR={place} {compiling} >>{LOG} 2>&1 && : >{DONE}",
+                ]
             with open(os.devnull, "wb") as nowhere:
-                command = ["/bin/sh", "-c", "\n".join(lines)]
-                self.process = jobs.start(command, self.entries[0][1].folder, nowhere)
+                for _ in range(self.shells):
+                    command = ["/bin/sh", "-c", "\n".join(lines)]
+                    self.processes.append(jobs.start(command, self.entries[0][1].folder, nowhere))
 
-    def wait(self, timeout: float, jobs: Jobs) -> None:
+    def wait(self, shell: int, timeout: float, jobs: Jobs) -> None:
         """For each unit so many seconds; what takes longer is killed."""
-        if self.process is not None:
+        if shell < len(self.processes):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                jobs.wait(self.process, timeout * len(self.entries))
+                jobs.wait(self.processes[shell], timeout * len(self.entries))
+
+    def publish(self) -> dict[str, Path]:
+        """The cache's entries, by source, of units that are made and were not entered before."""
+        found: dict[str, Path] = {}
+        with self._mutex:
+            for plan, entry in list(self.entries):
+                if (folder := _published(plan, entry)) is not None:
+                    found[plan.unit.source] = folder
+                    self.entries.remove((plan, entry))
+        return found
+
+    def leave(self) -> None:
+        """One shell less; after the last, others may build what this queue did not make."""
+        with self._mutex:
+            self._running -= 1
+            if self._running == 0:
+                self.release()
 
     def release(self) -> None:
         for _, entry in self.entries:
