@@ -98,7 +98,7 @@ def _compile(
     if problem is not None:
         raise DicpError(f"{vendor.name} cannot run here: {problem}")
     if hasattr(vendor, "warm_up"):
-        vendor.warm_up(config)
+        vendor.warm_up(gm, config)
     return compile_joint(gm, example_inputs, vendor, config)
 
 

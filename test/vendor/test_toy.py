@@ -80,12 +80,12 @@ def test_a_vendor_is_told_that_a_compile_begins() -> None:
     told: list[Any] = []
 
     class Warm(toy.Toy):
-        def warm_up(self, config: Any) -> None:
-            told.append(config.interpret)
+        def warm_up(self, gm: torch.fx.GraphModule, config: Any) -> None:
+            told.append((config.interpret, len(gm.graph.nodes)))
 
     f = torch.compile(lambda x: x + 1, backend=backend_for(Warm()))
     f(torch.ones(3)), f(torch.ones(3))
-    assert told == [False]
+    assert told == [(False, 3)]
 
 
 def test_trains() -> None:

@@ -114,6 +114,11 @@ class CpuGraph:
         has = [[multiplies(dtype) for dtype in LOW], [available(dtype) for dtype in FLOATS]]
         return repr((*parts, compiler, cpu_maker(), has))
 
+    def warm_up(self, gm: fx.GraphModule, config: Any) -> None:
+        from dicp.vendor.cpu_graph.foresee import compile_ahead
+
+        compile_ahead(gm, config)
+
     def begin(self, lowered: Any, config: Any) -> AbstractContextManager[Any]:
         """Compile templates while the core schedules kernels and plans memory."""
         from dicp.vendor.cpu_graph.assemble import begin

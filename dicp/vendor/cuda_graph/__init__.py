@@ -45,7 +45,7 @@ class CudaGraph:
             "to run the kernels on CPU tensors through Triton's interpreter (for tests: slow)"
         )
 
-    def warm_up(self, config: Any) -> None:
+    def warm_up(self, gm: fx.GraphModule, config: Any) -> None:
         if not (config.interpret or config.no_compile):
             from dicp.vendor.cuda_graph.launch import warm_up
 

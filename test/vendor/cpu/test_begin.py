@@ -10,8 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dicp.vendor.cpu_graph import foresee
 from dicp.vendor.cpu_graph.assemble import SegmentWriter
 from dicp.vendor.cpu_graph.build import Build, Unit
+from dicp.vendor.cpu_graph.expression import STORAGE
+from dicp.vendor.cpu_graph.toolchain import cpu_flags
+
+WIDE = "avx512f" in cpu_flags()
 
 
 class Block(nn.Module):
@@ -48,6 +53,8 @@ def test_what_begins_is_what_the_program_calls(
             needed.add(source)
         return template(self, function, parameters, source, *effort)
 
+    ahead: list[Unit] = []
+    monkeypatch.setattr(foresee, "build", lambda units, config: ahead.extend(units))
     monkeypatch.setattr(Build, "begin", noting)
     monkeypatch.setattr(SegmentWriter, "template", called)
     model = Block().to(dtype)
@@ -58,3 +65,25 @@ def test_what_begins_is_what_the_program_calls(
     if training:
         y.float().square().mean().backward()
     assert begun == needed and begun
+    assert training or {u.source for u in ahead} <= needed  # what layouts turn out to be may be against it
+    guessed = {u.name.removesuffix("_bf16").removesuffix("_float") for u in ahead}
+    convolutions = {"winograd", *([f"depthwise_7_{STORAGE[dtype]}_limited"] if WIDE else [])}
+    gradients = {"flash_attention_gradient_of", "depthwise_window_gradient"}
+    windows = {"winograd_gradient"} if dtype == torch.float32 else set()
+    assert guessed == convolutions | {"flash_attention"} | (gradients | windows if training else set())
+
+
+def test_what_fails_ahead_is_said_by_the_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and the compile does it again."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(foresee, "build", fail)
+    conv, x = nn.Conv2d(32, 32, 3, padding=1), torch.randn(2, 32, 16, 16)
+    with caplog.at_level("DEBUG", "dicp.build"), torch.no_grad():
+        got = torch.compile(conv, backend="dicp_cpu", options={"cache_dir": str(tmp_path)})(x)
+        torch.testing.assert_close(got, conv(x), rtol=1e-4, atol=1e-4)
+    assert "not compiled ahead: no room" in caplog.text

@@ -53,6 +53,7 @@ so few products. scripts/decode.py times a model whose steps are such."""
 FEW_BYTES = 1 << 16
 """Bytes of keys under which what the template saves is not worth compiling its unit."""
 
+_TILES = ("dicp_attention.h", "flash_attention")
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _PARAMETERS = (
     "const {T}* q, const {T}* k, const {T}* v, const {M}* mask, {T}* out, float* log_sum, "
@@ -85,7 +86,7 @@ def _tiled(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> Claim
         return None
     if not all(d % 2 == 0 and d <= 256 for d in depths):
         return None
-    emit = _emit("dicp_attention.h", "flash_attention", causal, scale, product)
+    emit = _emit(*_TILES, causal, scale, product)
     return Claim("attention: tiles", emit, out=True, prepare=_tile_rows)
 
 
@@ -145,21 +146,8 @@ def _emit(
         given = [*c.args[3:4], c.kwargs.get("attn_mask")]  # of dicp::attention, of ATen's op
         added = next((x for x in given if isinstance(x, View)), None)
         out, log_sum = c.outputs[0], c.outputs[1] if len(c.outputs) > 1 else None
-        kinds = {"T": STORAGE[q.buffer.dtype], "M": STORAGE[(added or q).buffer.dtype]}
-        name = "_".join([function, *dict.fromkeys(kinds.values())])
-        types = [*([STORAGE[product]] if product else []), *kinds.values()]
-        parameters = _PARAMETERS.format(**kinds)
-        w.template(
-            name,
-            parameters,
-            _SOURCE.format(
-                name=name,
-                parameters=parameters,
-                header=header,
-                function=function,
-                types=f"<{', '.join(types)}>",
-            ),
-        )
+        name, parameters, source = _unit(header, function, q.buffer.dtype, (added or q).buffer.dtype, product)
+        w.template(name, parameters, source)
         sizes, _ = w.ints(
             [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]]
             + [s for x in (q, k, v, out) for s in x.strides[:3]]
@@ -172,6 +160,26 @@ def _emit(
         w.call(c, name, [*pointers, sizes, repr(factor), str(causal).lower()])
 
     return emit
+
+
+def _unit(
+    header: str, function: str, dtype: torch.dtype, mask: torch.dtype, product: torch.dtype | None
+) -> tuple[str, str, str]:
+    """Name, parameters and source of a template's function."""
+    kinds = {"T": STORAGE[dtype], "M": STORAGE[mask]}
+    name = "_".join([function, *dict.fromkeys(kinds.values())])
+    types = [*([STORAGE[product]] if product else []), *kinds.values()]
+    parameters = _PARAMETERS.format(**kinds)
+    source = _SOURCE.format(
+        name=name, parameters=parameters, header=header, function=function, types=f"<{', '.join(types)}>"
+    )
+    return name, parameters, source
+
+
+def tiles_unit(dtype: torch.dtype, mask: torch.dtype) -> tuple[str, str, str] | None:
+    """The same of tiles for operands and a mask (or operands again) of these dtypes; None without them."""
+    product = multiplied(dtype)
+    return None if product is None else _unit(*_TILES, dtype, mask, product)
 
 
 def mask_strides(mask: View) -> list[Any]:

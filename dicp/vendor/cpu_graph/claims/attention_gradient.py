@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
@@ -78,10 +79,8 @@ def _emit(w: Any, c: Call) -> None:
     results = [b for b in c.outputs[:3] if b is not None]
     added = c.kwargs.get("attn_mask")
     mask = added if isinstance(added, View) else None
-    kinds = {"T": STORAGE[q.buffer.dtype], "M": STORAGE[(mask or q).buffer.dtype]}
-    name = "_".join(["flash_attention_gradient_of", *dict.fromkeys(kinds.values())])
-    parameters = _PARAMETERS.format(**kinds)
-    w.template(name, parameters, _SOURCE.format(name=name, parameters=parameters))
+    name, parameters, source = unit(q.buffer.dtype, (mask or q).buffer.dtype)
+    w.template(name, parameters, source)
     sizes, _ = w.ints(
         [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]]
         + [s for x in (q, k, v, out) for s in x.strides[:3]]
@@ -96,4 +95,12 @@ def _emit(w: Any, c: Call) -> None:
     w.call(c, name, [*pointers, sizes, repr(factor), str(bool(c.args[7])).lower()])
 
 
-__all__ = ["flash_backward"]
+def unit(dtype: torch.dtype, mask: torch.dtype) -> tuple[str, str, str]:
+    """Name, parameters and source of the template's function for operands and a mask (or operands again)."""
+    kinds = {"T": STORAGE[dtype], "M": STORAGE[mask]}
+    name = "_".join(["flash_attention_gradient_of", *dict.fromkeys(kinds.values())])
+    parameters = _PARAMETERS.format(**kinds)
+    return name, parameters, _SOURCE.format(name=name, parameters=parameters)
+
+
+__all__ = ["flash_backward", "unit"]

@@ -1,0 +1,117 @@
+"""Templates that a model will need, as far as the calls of Dynamo's graph tell: they compile while
+AOTAutograd traces it, on a core that would idle. What was guessed wrong lies in the cache for another model;
+what was not guessed is compiled when the graph is lowered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from dicp.config import Config
+from dicp.passes.conv_matmul import Convolution
+from dicp.vendor.cpu_graph.build import Unit, build
+from dicp.vendor.cpu_graph.claims import attention, attention_gradient, depthwise, winograd
+from dicp.vendor.cpu_graph.expression import STORAGE
+
+log = logging.getLogger("dicp.build")
+
+
+def compile_ahead(gm: fx.GraphModule, config: Config) -> threading.Thread | None:
+    """Start compiling what Dynamo's graph will need and the cache lacks; None where it is nothing. What fails
+    here is of no consequence: the compile that follows does it again, and says."""
+    if config.no_compile or config.numerics == "eager" or torch.is_autocast_enabled("cpu"):
+        return None
+    units = list({unit.source: unit for node in gm.graph.nodes for unit in _of(node)}.values())
+    if not units:
+        return None
+
+    def compile_them() -> None:
+        try:
+            build(units, config)
+        except Exception as e:
+            log.debug("templates were not compiled ahead: %s", e)
+
+    thread = threading.Thread(target=compile_them, name="dicp-ahead")
+    thread.start()
+    return thread
+
+
+def _of(node: fx.Node) -> Iterator[Unit]:
+    """The templates of one call."""
+    if node.op != "call_function":
+        return
+    if node.target is torch.conv2d:
+        yield from _of_convolution(node)
+    elif node.target is torch.nn.functional.scaled_dot_product_attention:
+        yield from _of_attention(node)
+
+
+def _value(x: Any) -> Any:
+    return x.meta.get("example_value") if isinstance(x, fx.Node) else None
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _differentiated(*values: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
+
+
+def _of_convolution(node: fx.Node) -> Iterator[Unit]:
+    x, weight = (_value(_argument(node, k, name, None)) for k, name in enumerate(("input", "weight")))
+    y, groups = _value(node), _argument(node, 6, "groups", 1)
+    defaults = {"stride": 1, "padding": 0, "dilation": 1}
+    how = [_argument(node, at, name, n) for at, (name, n) in enumerate(defaults.items(), start=3)]
+    if any(isinstance(n, str) for n in how):  # padding in words
+        return
+    if not all(isinstance(v, Tensor) and v.dim() == 4 for v in (x, weight, y)):
+        return
+    stride, padding, dilation = ((n, n) if isinstance(n, int) else (n[0], n[-1]) for n in how)
+    sizes = (*x.shape, *weight.shape, *y.shape)
+    if dilation != (1, 1) or not all(isinstance(n, int) for n in sizes):
+        return
+    dtype, window = weight.dtype, tuple(weight.shape[2:])
+    if groups == 1:
+        positions, size = y.numel() // y.shape[1], tuple(y.shape[2:])
+        channels = (x.shape[1], y.shape[1])
+        conv = Convolution(positions, size, channels, window, stride, padding, dtype, dtype)
+        if winograd.pays_for(conv):
+            yield _unit(*winograd.unit(dtype), "light")
+            if _differentiated(weight) and dtype == torch.float32:
+                yield Unit("winograd_gradient", winograd.WINDOW_UNIT, effort="light")
+    elif groups == weight.shape[0] == x.shape[1] and dtype in STORAGE:
+        in_a_block = window[1] <= 3 and not _differentiated(x, weight)  # which is one call (separable)
+        if not in_a_block and depthwise.slides_faster(dtype, groups, (*stride, *dilation)):
+            yield _unit(*depthwise.unit(STORAGE[dtype], "limited", window[1]))
+        if _differentiated(weight):
+            yield _unit(*depthwise.gradient_unit("window", STORAGE[dtype]))
+
+
+def _of_attention(node: fx.Node) -> Iterator[Unit]:
+    names = ("query", "key", "value", "attn_mask")
+    q, k, v, mask = (_value(_argument(node, at, name, None)) for at, name in enumerate(names))
+    if not isinstance(q, Tensor) or q.dim() != 4 or _argument(node, 4, "dropout_p", 0.0):
+        return
+    if not isinstance(q.shape[2], int) or q.shape[2] < attention.FEW_ROWS or q.dtype not in STORAGE:
+        return
+    added = mask.dtype if isinstance(mask, Tensor) and mask.is_floating_point() else q.dtype
+    unit = attention.tiles_unit(q.dtype, added)
+    if unit is not None:
+        yield _unit(*unit)
+        if _differentiated(q, k, v) and attention.multiplied(q.dtype) == q.dtype:
+            yield _unit(*attention_gradient.unit(q.dtype, added))
+
+
+def _unit(name: str, parameters: str, source: str, effort: Any = "full") -> Unit:
+    return Unit(name, source, effort=effort)
+
+
+__all__ = ["compile_ahead"]
