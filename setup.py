@@ -22,6 +22,7 @@ setup(
         "dicp": ["py.typed"],
         "dicp.conformance": ["*.csv", "*.html", "*.json"],
         "dicp.vendor.cpu_graph": ["include/*.h", "*.c"],
+        "dicp.vendor.cuda_graph": ["*.c"],
     },
     python_requires=">=3.11,<3.13",
     install_requires=["torch>=2.11,<2.14", "numpy", "sympy"],

@@ -149,10 +149,14 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
         with mode, quiet_shapes(mode):
             if node.target is aten.convolution_backward.default:
                 _gradients(node, conv, vendor)
-            elif pays(vendor, "result", conv) and _of_one_dtype(node):
-                if _ready(node.args[0], node.args[1], conv):
-                    _result(node, conv, vendor, activations)
+            elif pays(vendor, "result", conv) and can_be_product(node, conv):
+                _result(node, conv, vendor, activations)
     return finish(gm)
+
+
+def can_be_product(node: Node, conv: Convolution) -> bool:
+    """Whether a convolution's operands lie, and are of dtypes, as a product wants them."""
+    return _of_one_dtype(node) and _ready(node.args[0], node.args[1], conv)
 
 
 def _ready(x: Any, weight: Any, conv: Convolution) -> bool:

@@ -199,12 +199,9 @@ class Build:
         return {plan.unit.source: _compile(plan, self.tools, self.config, self.store, self.jobs)}
 
     def _collect(self, queue: _Queue, shell: int) -> dict[str, Path]:
-        """When a shell of a queue has ended, enter in the cache what the queue has made."""
-        try:
-            queue.wait(shell, self.config.compile_timeout_s, self.jobs)
-            return queue.publish()
-        finally:
-            queue.leave()
+        """When the last shell of a queue has ended, enter in the cache what they made."""
+        queue.wait(shell, self.config.compile_timeout_s, self.jobs)
+        return queue.leave()
 
     def _refuse(self, missing: Sequence[_Plan]) -> None:
         if self.config.no_compile:
@@ -286,7 +283,7 @@ class _Queue:
     compiles it."""
 
     def __init__(self, entries: Sequence[tuple[_Plan, Reservation]], shells: int) -> None:
-        self.entries, self.shells = list(entries), shells
+        self.entries, self.shells = entries, shells
         self.processes: list[subprocess.Popen[bytes]] = []
         self._running = shells
         self._mutex = threading.Lock()
@@ -313,22 +310,18 @@ class _Queue:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 jobs.wait(self.processes[shell], timeout * len(self.entries))
 
-    def publish(self) -> dict[str, Path]:
-        """The cache's entries, by source, of units that are made and were not entered before."""
-        found: dict[str, Path] = {}
-        with self._mutex:
-            for plan, entry in list(self.entries):
-                if (folder := _published(plan, entry)) is not None:
-                    found[plan.unit.source] = folder
-                    self.entries.remove((plan, entry))
-        return found
-
-    def leave(self) -> None:
-        """One shell less; after the last, others may build what this queue did not make."""
+    def leave(self) -> dict[str, Path]:
+        """One shell less. After the last, whom a log tells nothing any more: the cache's entries by source;
+        others may build what was not made."""
         with self._mutex:
             self._running -= 1
-            if self._running == 0:
-                self.release()
+            if self._running > 0:
+                return {}
+        try:
+            tried = {plan.unit.source: _published(plan, entry) for plan, entry in self.entries}
+            return {source: folder for source, folder in tried.items() if folder is not None}
+        finally:
+            self.release()
 
     def release(self) -> None:
         for _, entry in self.entries:

@@ -5,6 +5,7 @@ what was not guessed is compiled when the graph is lowered.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Iterator
@@ -16,25 +17,34 @@ from torch import Tensor
 
 from dicp.config import Config
 from dicp.passes.conv_matmul import Convolution
+from dicp.runtime.workers import worker_count
 from dicp.vendor.cpu_graph.build import Unit, build
 from dicp.vendor.cpu_graph.claims import attention, attention_gradient, depthwise, winograd
+from dicp.vendor.cpu_graph.claims.common import FLOATS, onednn_has
 from dicp.vendor.cpu_graph.expression import STORAGE
 
 log = logging.getLogger("dicp.build")
 
 
 def compile_ahead(gm: fx.GraphModule, config: Config) -> threading.Thread | None:
-    """Start compiling what Dynamo's graph will need and the cache lacks; None where it is nothing. What fails
-    here is of no consequence: the compile that follows does it again, and says."""
+    """Start compiling what Dynamo's graph will need and the cache lacks, one after another; None where it is
+    nothing. What fails here is of no consequence: the compile that follows does it again, and says."""
     if config.no_compile or config.numerics == "eager" or torch.is_autocast_enabled("cpu"):
         return None
-    units = list({unit.source: unit for node in gm.graph.nodes for unit in _of(node)}.values())
+    if worker_count(override=config.workers) == 1:  # one compiler at a time, and it may be needed
+        return None
+    units: dict[str, Unit] = {}
+    try:
+        for node in gm.graph.nodes:
+            units |= {unit.source: unit for unit in _of(node)}
+    except Exception as e:
+        log.debug("no guess at templates beyond %d: %s", len(units), e)
     if not units:
         return None
 
     def compile_them() -> None:
         try:
-            build(units, config)
+            build(list(units.values()), dataclasses.replace(config, workers=1))
         except Exception as e:
             log.debug("templates were not compiled ahead: %s", e)
 
@@ -70,12 +80,12 @@ def _of_convolution(node: fx.Node) -> Iterator[Unit]:
     y, groups = _value(node), _argument(node, 6, "groups", 1)
     defaults = {"stride": 1, "padding": 0, "dilation": 1}
     how = [_argument(node, at, name, n) for at, (name, n) in enumerate(defaults.items(), start=3)]
-    if any(isinstance(n, str) for n in how):  # padding in words
-        return
     if not all(isinstance(v, Tensor) and v.dim() == 4 for v in (x, weight, y)):
         return
+    if not all(isinstance(n, (int, tuple, list)) for n in how):  # padding in words, what is computed
+        return
     stride, padding, dilation = ((n, n) if isinstance(n, int) else (n[0], n[-1]) for n in how)
-    sizes = (*x.shape, *weight.shape, *y.shape)
+    sizes = (*stride, *padding, *x.shape, *weight.shape, *y.shape)
     if dilation != (1, 1) or not all(isinstance(n, int) for n in sizes):
         return
     dtype, window = weight.dtype, tuple(weight.shape[2:])
@@ -87,7 +97,7 @@ def _of_convolution(node: fx.Node) -> Iterator[Unit]:
             yield _unit(*winograd.unit(dtype), "light")
             if _differentiated(weight) and dtype == torch.float32:
                 yield Unit("winograd_gradient", winograd.WINDOW_UNIT, effort="light")
-    elif groups == weight.shape[0] == x.shape[1] and dtype in STORAGE:
+    elif groups == weight.shape[0] == x.shape[1] and onednn_has(dtype):
         in_a_block = window[1] <= 3 and not _differentiated(x, weight)  # which is one call (separable)
         if not in_a_block and depthwise.slides_faster(dtype, groups, (*stride, *dilation)):
             yield _unit(*depthwise.unit(STORAGE[dtype], "limited", window[1]))
@@ -100,7 +110,7 @@ def _of_attention(node: fx.Node) -> Iterator[Unit]:
     q, k, v, mask = (_value(_argument(node, at, name, None)) for at, name in enumerate(names))
     if not isinstance(q, Tensor) or q.dim() != 4 or _argument(node, 4, "dropout_p", 0.0):
         return
-    if not isinstance(q.shape[2], int) or q.shape[2] < attention.FEW_ROWS or q.dtype not in STORAGE:
+    if not isinstance(q.shape[2], int) or q.shape[2] < attention.FEW_ROWS or q.dtype not in FLOATS:
         return
     added = mask.dtype if isinstance(mask, Tensor) and mask.is_floating_point() else q.dtype
     unit = attention.tiles_unit(q.dtype, added)

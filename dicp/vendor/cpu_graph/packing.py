@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
-from dicp.passes.conv_matmul import convolution_of
+from dicp.passes.conv_matmul import can_be_product, convolution_of
 from dicp.vendor.cpu_graph.claims import depthwise, winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.claims.convolution import cuts_patches
@@ -86,8 +86,10 @@ def _is_product(node: fx.Node) -> bool:
     conv = convolution_of(node)
     if conv is None:
         return False
+    if cuts_patches(conv):
+        return can_be_product(node, conv)
     added = conv.pointwise and node.args[3] is not None
-    return cuts_patches(conv) or added and conv.dtype == torch.float32 and halved_by_mkl()
+    return added and conv.dtype == torch.float32 and halved_by_mkl()
 
 
 def _pair(x: Any) -> list[int]:

@@ -108,7 +108,7 @@ def load_all(sources: Mapping[str, Source | Template], config: Any) -> dict[str,
     with concurrent.futures.ThreadPoolExecutor(max(1, workers), "dicp-triton") as pool:
         for done in [pool.submit(prepare, k) for k in out.values()]:
             done.result()
-    return out
+    return {digest: kernel.launching() for digest, kernel in out.items()}
 
 
 def programs_function(source: Source | Template) -> Callable[..., int]:

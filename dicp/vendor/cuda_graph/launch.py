@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 from dicp.errors import BuildError, DicpError
 from dicp.ir.kernel import Param
 from dicp.runtime.cache import Key, open_store
+from dicp.vendor.cuda_graph import launching
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -154,13 +155,14 @@ def _nothing() -> None:
 @functools.cache
 def warm_up() -> threading.Thread:
     """Have Triton read what its first compile in a process takes (all of its own library, for the keys of its
-    cache) while Python still traces."""
+    cache), and the launcher built, while Python still traces."""
 
     def compile_nothing() -> None:
         try:
             triton.compile(ASTSource(_nothing, {}, {}), target=GPUTarget("cuda", 90, 32))
         except Exception as e:  # of no consequence here: the kernels that follow say what is wrong
             log.debug("Triton is not warm: %s", e)
+        launching.prepare()
 
     thread = threading.Thread(target=compile_nothing, name="dicp-warm-up")
     thread.start()
@@ -179,6 +181,14 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self.library = library
         self.launch_kernel = library.cuLaunchKernel
+
+    @property
+    def launch_address(self) -> int | None:
+        """That of cuLaunchKernel, where it is native code."""
+        try:
+            return ctypes.cast(self.launch_kernel, ctypes.c_void_p).value
+        except (TypeError, ctypes.ArgumentError):  # a stand-in's method
+            return None
 
     def enter(self, device: int) -> None:
         """Have this thread use the device's primary context, which is torch's, unless it has one: a new
@@ -236,12 +246,17 @@ class Launcher:
         self.launch = drv.launch_kernel
         self.function = drv.load(compiled.kernel, meta.name, meta.shared, device)
         self.threads, self.shared = meta.num_warps * 32, meta.shared
-        total = arguments + hidden_parameters(compiled.asm["ptx"], meta.name, arguments)
+        self.total = total = arguments + hidden_parameters(compiled.asm["ptx"], meta.name, arguments)
         self.slots = (ctypes.c_uint64 * max(1, total))()
         base = ctypes.addressof(self.slots)
         self.pointers = (ctypes.c_void_p * max(1, total))(*(base + 8 * k for k in range(total)))
         self.count = arguments
         self.lock = threading.Lock()
+
+    @property
+    def binary(self) -> tuple[int, int, int, int]:
+        """The function's handle, threads of a program, bytes of shared memory, parameters."""
+        return self.function.value or 0, self.threads, self.shared, self.total
 
     def __call__(self, programs: int, stream: int, arguments: Sequence[int]) -> None:
         with self.lock:
@@ -280,6 +295,21 @@ class GpuKernel:
         """Programs of a launch, where no size varies."""
         self.launchers: dict[tuple[int, bool, bool, bool], Launcher] = {}
         self.lock = threading.Lock()
+        self.native: Any = None
+
+    def launching(self) -> Callable[..., None]:
+        """What the program calls: this, or a native launcher that knows this kernel's variants."""
+        address = None if self.always is None else self.find_driver().launch_address
+        if self.native is None and self.always and address is not None:
+            count = self.n_pointers + self.source.checks
+            self.native = launching.native(address, self, self.n_pointers, count, self.always)
+            for key, launcher in self.launchers.items():
+                self._note(key, launcher)
+        return self if self.native is None else self.native  # type: ignore[no-any-return]
+
+    def _note(self, key: tuple[int, bool, bool, bool], launcher: Launcher) -> None:
+        if self.native is not None:
+            self.native.note(*key[:3], *launcher.binary)
 
     def __call__(self, device: int, stream: int, wide: bool, *arguments: int) -> None:
         n, programs, low, whole = self.n_pointers, self.always, 0, False
@@ -308,6 +338,7 @@ class GpuKernel:
             if key not in self.launchers:
                 count = self.n_pointers + len(self.source.sizes) + self.source.checks
                 self.launchers[key] = Launcher(compiled, count, self.find_driver(), device)
+                self._note(key, self.launchers[key])
             return self.launchers[key]
 
 

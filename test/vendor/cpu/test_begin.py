@@ -41,11 +41,12 @@ class Block(nn.Module):
 def test_what_begins_is_what_the_program_calls(
     training: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    begun, needed = set[str](), set[str]()
+    begun, needed, efforts = set[str](), set[str](), dict[str, str]()
     begin, template = Build.begin, SegmentWriter.template
 
     def noting(self: Build, units: Sequence[Unit]) -> None:
         begun.update(u.source for u in units)
+        efforts.update((u.source, u.effort) for u in units)
         begin(self, units)
 
     def called(self: SegmentWriter, function: str, parameters: str, source: str, *effort: Any) -> str:
@@ -66,11 +67,28 @@ def test_what_begins_is_what_the_program_calls(
         y.float().square().mean().backward()
     assert begun == needed and begun
     assert training or {u.source for u in ahead} <= needed  # what layouts turn out to be may be against it
+    assert all(efforts.get(u.source, u.effort) == u.effort for u in ahead)
     guessed = {u.name.removesuffix("_bf16").removesuffix("_float") for u in ahead}
     convolutions = {"winograd", *([f"depthwise_7_{STORAGE[dtype]}_limited"] if WIDE else [])}
     gradients = {"flash_attention_gradient_of", "depthwise_window_gradient"}
     windows = {"winograd_gradient"} if dtype == torch.float32 else set()
     assert guessed == convolutions | {"flash_attention"} | (gradients | windows if training else set())
+
+
+@pytest.mark.parametrize("what", ["stride", "padding", "padding of rows"])
+def test_what_cannot_be_guessed_is_compiled_later(what: str, tmp_path: Any) -> None:
+    """A stride or a padding that is computed from a size."""
+    w = torch.randn(32, 32, 3, 3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[2] // 8
+        how: dict[str, Any] = {what.split()[0]: (n, 1) if "rows" in what else n}
+        return F.conv2d(x, w, **how)
+
+    x = torch.randn(2, 32, 16, 16)
+    with torch.no_grad():
+        run = torch.compile(fn, backend="dicp_cpu", dynamic=True, options={"cache_dir": str(tmp_path)})
+        torch.testing.assert_close(run(x), fn(x), rtol=1e-4, atol=1e-3)
 
 
 def test_what_fails_ahead_is_said_by_the_compile(

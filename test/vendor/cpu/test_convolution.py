@@ -109,3 +109,24 @@ def test_patches_of_images_are_a_product(how: str, dtype: torch.dtype) -> None:
     assert sum(c in ("conv", "convolution") for c in calls) == 1
     if how == "training":  # of the second layer's image, and in float32 of the two weights
         assert calls.count("convolution_backward") == (1 if dtype == torch.bfloat16 else 2)
+
+
+@pytest.mark.parametrize("why", ["the weight's order", "the bias's dtype"])
+def test_patches_that_cannot_be_a_product_are_packed(why: str) -> None:
+    """A frozen weight is packed for the convolution that stays one."""
+    torch._dynamo.reset()
+    if why == "the bias's dtype":
+        if not onednn_has(torch.bfloat16):
+            pytest.skip("no bf16 in oneDNN on this processor")
+        conv: torch.nn.Module = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 8, 8), torch.nn.BatchNorm2d(32))
+        conv, x = conv.eval().to(torch.bfloat16), torch.randn(2, 3, 32, 32).to(torch.bfloat16)
+    else:
+        conv = torch.nn.Conv2d(3, 32, 8, 8).to(memory_format=torch.channels_last)
+        x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    graphs: list[Compiled] = []
+    with torch.no_grad(), observe(graphs.append):
+        got = torch.compile(conv, backend="dicp_cpu", options={"freeze": True})(x)
+        torch.testing.assert_close(got, conv(x), rtol=2e-2, atol=2e-2)
+    (graph,) = graphs
+    assert [c.claim.name.split(":")[0] for c in graph.program.library_calls] == ["conv"]
+    assert graph.folding is not None and any(f for f in graph.folding.forms if f and "conv" in f)

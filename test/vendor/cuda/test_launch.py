@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.kernel import Axis, Kernel, Param, Store
-from dicp.vendor.cuda_graph import codegen, launch
+from dicp.vendor.cuda_graph import codegen, launch, launching
 from dicp.vendor.cuda_graph.assemble import programs_function
 
 
@@ -75,15 +77,41 @@ class FakeLibrary:
         return 1
 
 
-def doubled() -> Kernel:
+class NativeLibrary(FakeLibrary):
+    """The same, whose cuLaunchKernel is native code to who calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[number] * 7, pointer, pointer, pointer)
+        self.parameters, self.streams = 0, list[int]()
+
+        def record(function: Any, *given: Any) -> int:
+            *sizes, stream, arguments, _ = given
+            if not self.context:
+                return 201
+            places = (ctypes.c_void_p * self.parameters).from_address(arguments)
+            found = [ctypes.c_uint64.from_address(p).value for p in places]
+            self.launches.append((tuple(sizes[:3]), sizes[3], found))
+            self.streams.append(stream)
+            return self.code
+
+        self.cuLaunchKernel = kind(record)  # type: ignore[method-assign, assignment]
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        function._obj.value = 77
+        return 0
+
+
+def doubled(size: int | None = None) -> Kernel:
     n = Var("n", None, 1)
-    i = Var("i", ix.of(n))
+    i = Var("i", ix.of(n) if size is None else size)
     x = Expr("load", ("x", ix.of(i)), torch.float32)
     return Kernel(
         "double",
         (Axis(i),),
         (Param("x", torch.float32, False), Param("y", torch.float32, True, False)),
-        (n,),
+        (n,) if size is None else (),
         (Store("y", ix.of(i), x + x),),
     )
 
@@ -154,3 +182,100 @@ def test_triton_is_warmed_up_once_and_beside_what_compiles(caplog: pytest.LogCap
         assert launch.warm_up() is thread
         thread.join(60)
     assert not thread.is_alive() and "not warm" not in caplog.text
+
+
+@pytest.fixture
+def native(cuda_cache: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, NativeLibrary, list[int]]:
+    """What a program calls of a kernel of 5000 elements, and the devices of launches that went through Python."""
+    config, library = Config.make(options={"cache_dir": cuda_cache}), NativeLibrary()
+    source = codegen.emit(doubled(5000))
+    slow: list[int] = []
+    made = launch.GpuKernel(
+        source,
+        launch.load(source, config),
+        programs_function(source),
+        find_driver=lambda: launch.Driver(library),
+        find_target=lambda d: GPUTarget("cuda", 90, 32),
+    )
+    made.prepare(0)
+    library.parameters, library.context = made.launchers[0, True, False, False].total, 1000
+    library.entered.clear()
+    plain = launch.Launcher.__call__
+
+    def noting(self: launch.Launcher, *args: Any) -> None:
+        slow.append(self.device)
+        plain(self, *args)
+
+    monkeypatch.setattr(launch.Launcher, "__call__", noting)
+    call = made.launching()
+    assert call is not made and made.launching() is call
+    return call, library, slow
+
+
+def test_a_grid_that_does_not_vary_is_launched_without_python(native: Any) -> None:
+    call, library, slow = native
+    call(0, 5, False, 1 << 40, 8192)
+    call(0, 7, False, 4096, 8192)
+    assert not slow and library.streams == [5, 7]
+    (grid, threads, words), (_, _, others) = library.launches
+    assert grid[1:] == (1, 1) and grid[0] > 1 and threads % 32 == 0
+    assert words[:2] == [1 << 40, 8192] and others[:2] == [4096, 8192]
+    assert len(words) > 2 and not any(words[2:])  # scratch memory behind the arguments
+
+
+def test_variants_that_it_does_not_know_are_made_and_then_known(native: Any) -> None:
+    call, library, slow = native
+    for device, wide, x in ((0, False, 4100), (0, True, 4096), (1, False, 4096)):
+        before = library.loaded
+        call(device, 5, wide, x, 8192)
+        assert slow.pop() == device and library.loaded == before + 1
+        call(device, 5, wide, x, 8192)
+        assert not slow and library.loaded == before + 1
+        assert library.launches[-1] == library.launches[-2]
+
+
+def test_devices_beyond_its_table_are_launched_by_python(native: Any) -> None:
+    call, library, slow = native
+    call(16, 5, False, 4096, 8192)
+    call(16, 5, False, 4096, 8192)
+    assert slow == [16, 16] and library.launches[0] == library.launches[1]
+
+
+def test_a_native_launch_that_fails_is_told_or_mended_by_python(native: Any) -> None:
+    call, library, slow = native
+    library.context = 0  # another thread
+    call(0, 5, False, 4096, 8192)
+    assert slow == [0] and library.entered == [1000] and len(library.launches) == 1
+    library.code = 700
+    with pytest.raises(DicpError, match="700.*double"):
+        call(0, 5, False, 4096, 8192)
+    for wrong in ((0, 5, False, 4096), (0, 5, False, 4096, "8192"), (0, None, False, 4096, 8192)):
+        with pytest.raises((TypeError, ValueError)):
+            call(*wrong)
+
+
+def test_without_a_compiler_python_launches(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, library, slow = native
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr("triton.runtime.build.compile_module_from_src", fail)
+    launching._module.cache_clear()
+    try:
+        assert launching.native(1, print, 1, 1, 1) is None
+    finally:
+        launching._module.cache_clear()
+
+
+def test_a_kernel_and_what_launches_it_are_collected(cuda_cache: str) -> None:
+    """They know each other."""
+    config, library = Config.make(options={"cache_dir": cuda_cache}), NativeLibrary()
+    source = codegen.emit(doubled(5000))
+    driver, fn = launch.Driver(library), launch.load(source, config)
+    made = launch.GpuKernel(source, fn, programs_function(source), find_driver=lambda: driver)
+    call, kernel = made.launching(), weakref.ref(made)
+    assert call is not made
+    del made, call
+    gc.collect()
+    assert kernel() is None

@@ -5,7 +5,8 @@
 
 namespace dicp {
 
-// Sizes, and strides in elements. The image is the convolution's input, of [batch, channels, height, width].
+// Sizes, and strides in elements. The image is the convolution's input, of [batch, channels, height, width]. Without a
+// stride, as here, `stride` and `dilation` are 1; pad may be negative, as for gradients of what was padded widely.
 struct Depthwise {
   int64_t batch, channels, height, width, rows, columns;
   int64_t window[2], stride[2], pad[2], dilation[2];  // of rows, of columns
