@@ -122,7 +122,8 @@ def test_patches_that_cannot_be_a_product_are_packed(why: str) -> None:
         conv, x = conv.eval().to(torch.bfloat16), torch.randn(2, 3, 32, 32).to(torch.bfloat16)
     else:
         conv = torch.nn.Conv2d(3, 32, 8, 8).to(memory_format=torch.channels_last)
-        x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+        x = torch.randn(2, 3, 32, 32)
+    x = x.contiguous(memory_format=torch.channels_last)  # else none is packed
     graphs: list[Compiled] = []
     with torch.no_grad(), observe(graphs.append):
         got = torch.compile(conv, backend="dicp_cpu", options={"freeze": True})(x)
