@@ -138,12 +138,16 @@ def judge(
         return Verdict(name, False, math.inf, 0.0, 0.0, reason)
     exact = exact.double()
     norm = _norm(exact)
-    noise = torch.finfo(torch.float32).eps * math.sqrt(exact.numel()) * scale
-    floor = roundings * norm * torch.finfo(got.dtype).eps / 2 + noise
+    floor = roundings * norm * torch.finfo(got.dtype).eps / 2 + _noise(exact, scale)
     distance, own = _distance(got, exact), max(_distance(e, exact) for e in eager)
     allowed = FACTOR * max(own, at_least) + floor
     per = norm or 1.0
     return Verdict(name, distance <= allowed, distance / per, own / per, allowed / per)
+
+
+def _noise(exact: Tensor, scale: float) -> float:
+    """The floor's second term."""
+    return torch.finfo(torch.float32).eps * math.sqrt(exact.numel()) * scale
 
 
 Group = Mapping[str, Tensor]
@@ -161,7 +165,8 @@ def judge_group(name: str, got: Group, eager: Sequence[Group], exact: Group, kin
         if key not in floating and not torch.equal(value, eager[0][key])
     ]
     scale = rms(exact[key] for key in floating)
-    norms = {key: _norm(exact[key].double()) for key in floating}
+    # of a tensor that is zero but for rounding, what that may be: its own norm says nothing
+    norms = {k: max(_norm(exact[k].double()), _noise(exact[k], scale)) for k in floating}
     worst = 0.0
     if kinks:
         relative = {

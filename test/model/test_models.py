@@ -149,6 +149,17 @@ def test_rule_other_dtype_or_shape_fails() -> None:
     assert not checks.judge("x", eager[:-1], [eager], exact).ok
 
 
+def test_group_with_kinks_a_tensor_that_is_zero_but_for_rounding_decides_nothing() -> None:
+    """As the gradient of a key's bias: neither fails it by its own noise nor allows others an error as large."""
+    g = torch.Generator().manual_seed(0)
+    truth = {"w": torch.randn(50, generator=g).double(), "key": torch.full((50,), 1e-19).double()}
+    eager = {"w": truth["w"].float(), "key": torch.full((50,), 1e-9)}
+    other = {"w": truth["w"].float(), "key": torch.full((50,), -3e-9)}
+    wrong = {"w": truth["w"].float() * 1.001, "key": eager["key"]}
+    assert all(v.ok for v in checks.judge_group("g", other, [eager], truth, kinks=True))
+    assert not all(v.ok for v in checks.judge_group("g", wrong, [eager], truth, kinks=True))
+
+
 def test_group_with_kinks_one_wrong_tensor_fails() -> None:
     exact, eager = exact_and_eager()
     wrong = (exact * 1.001).float()
