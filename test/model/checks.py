@@ -165,12 +165,13 @@ def judge_group(name: str, got: Group, eager: Sequence[Group], exact: Group, kin
         if key not in floating and not torch.equal(value, eager[0][key])
     ]
     scale = rms(exact[key] for key in floating)
-    # of a tensor that is zero but for rounding, what that may be: its own norm says nothing
-    norms = {k: max(_norm(exact[k].double()), _noise(exact[k], scale)) for k in floating}
+    norms = {key: _norm(exact[key].double()) for key in floating}
     worst = 0.0
-    if kinks:
+    # a tensor that is zero but for rounding is held to the floor: relative to its norm, any error is large
+    weighed = [key for key in floating if not norms[key] <= _noise(exact[key], scale)]
+    if kinks and weighed:
         relative = {
-            way: torch.tensor([_distance(run[k], exact[k]) / (norms[k] or 1.0) for k in floating])
+            way: torch.tensor([_distance(run[k], exact[k]) / norms[k] for k in weighed])
             for way, run in enumerate([got, *eager])
         }
         worst = max(float(relative[1 + way].max()) for way in range(len(eager)))
