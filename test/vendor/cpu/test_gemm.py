@@ -274,7 +274,7 @@ def test_many_rows_are_onednns_where_mkl_is_slow(
     assert chosen(F.linear, x, w) == f"linear: {claim}"
     assert chosen(lambda x, w: F.relu(F.linear(x, w)), x, w) == "linear: tiles"  # whose ReLU keeps NaN
     assert chosen(torch.mm, x, w.t().contiguous()) == "mm: tiles"
-    monkeypatch.setattr(matmul, "MAPPED_ANEW", rows * 300 * 4)
+    monkeypatch.setattr(matmul, "LARGE_RESULT", rows * 300 * 4)
     assert chosen(F.linear, x, w) == "linear: tiles"
 
 

@@ -88,9 +88,10 @@ def prefers_tiles(node: fx.Node) -> bool:
 
 TURNED_ROWS = 64
 """Rows up to which tiles, which turn x, are ahead of oneDNN, which turns a weight (scripts/products.py)."""
-MAPPED_ANEW = 1 << 25
-"""Bytes of a result from which on malloc maps memory anew for each, whose pages cost more than oneDNN's call,
-which allocates what it returns, spares: tiles write where results are kept."""
+LARGE_RESULT = 24 << 20
+"""Bytes of a result from which on tiles, which write where results are kept, are preferred to oneDNN, which
+allocates what it returns: from 32 MB on malloc maps memory anew for each, whose pages cost more than the call
+spares; a little below, it only raises the peak (Mixtral's logits: 50 MB for 38), the times being level."""
 
 
 def _by_onednn(node: fx.Node) -> bool:
@@ -105,9 +106,9 @@ def _by_onednn(node: fx.Node) -> bool:
 
 
 def result_is_large(node: fx.Node) -> bool:
-    """Whether memory for the result of a call that allocates is mapped anew."""
+    """Whether a result had better be written where results are kept."""
     result = node.meta["val"]
-    return size_hint(result.numel()) * result.element_size() >= MAPPED_ANEW
+    return size_hint(result.numel()) * result.element_size() >= LARGE_RESULT
 
 
 def _onednn_serves(node: fx.Node) -> bool:
