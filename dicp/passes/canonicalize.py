@@ -241,14 +241,16 @@ def _identity_arithmetic(node: Node) -> Node | None:
     return x if _is_neutral(node, value_of(x).dtype, number) else None
 
 
-def _is_neutral(node: Node, dtype: torch.dtype, number: int | float | bool) -> bool:
+def _is_neutral(node: Node, dtype: torch.dtype, number: complex | bool) -> bool:
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
     if name in ("aten::mul", "aten::pow"):
         return number == 1
     if name == "aten::div":
         return number == 1 and node.kwargs.get("rounding_mode") is None
     if name == "aten::sub":
-        return number == 0 and math.copysign(1, number) > 0 and node.kwargs.get("alpha", 1) == 1
+        if isinstance(number, complex) or number != 0 or node.kwargs.get("alpha", 1) != 1:
+            return False
+        return math.copysign(1, number) > 0
     if name == "aten::add":
         return number == 0 and not dtype.is_floating_point and not dtype.is_complex
     if name in ("aten::bitwise_and", "aten::logical_and"):

@@ -452,3 +452,13 @@ def test_a_long_logcumsumexp_has_its_digits() -> None:
     x = torch.randint(-16, 17, (3, 4000), generator=torch.Generator().manual_seed(1)) / 8
     found = torch.compile(lambda x: torch.logcumsumexp(x, 1), backend="dicp_cpu")(x)
     torch.testing.assert_close(found.double(), x.double().logcumsumexp(1), rtol=2e-7, atol=0)
+
+
+def test_complex_zeros_are_subtracted() -> None:
+    """Of a scalar tensor, whose zeros are a constant."""
+    x = torch.tensor(2 - 3j)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x - torch.zeros_like(x)
+
+    assert torch.equal(torch.compile(f, backend="dicp_cpu")(x), f(x))
