@@ -20,7 +20,7 @@ from dicp.passes.conv_matmul import Convolution
 from dicp.runtime.workers import worker_count
 from dicp.vendor.cpu_graph.build import Unit, build
 from dicp.vendor.cpu_graph.claims import attention, attention_gradient, depthwise, winograd
-from dicp.vendor.cpu_graph.claims.common import FLOATS, onednn_has
+from dicp.vendor.cpu_graph.claims.common import FLOATS, argument, onednn_has
 from dicp.vendor.cpu_graph.expression import STORAGE
 
 log = logging.getLogger("dicp.build")
@@ -67,19 +67,15 @@ def _value(x: Any) -> Any:
     return x.meta.get("example_value") if isinstance(x, fx.Node) else None
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
 def _differentiated(*values: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
 
 
 def _of_convolution(node: fx.Node) -> Iterator[Unit]:
-    x, weight = (_value(_argument(node, k, name, None)) for k, name in enumerate(("input", "weight")))
-    y, groups = _value(node), _argument(node, 6, "groups", 1)
+    x, weight = (_value(argument(node, k, name, None)) for k, name in enumerate(("input", "weight")))
+    y, groups = _value(node), argument(node, 6, "groups", 1)
     defaults = {"stride": 1, "padding": 0, "dilation": 1}
-    how = [_argument(node, at, name, n) for at, (name, n) in enumerate(defaults.items(), start=3)]
+    how = [argument(node, at, name, n) for at, (name, n) in enumerate(defaults.items(), start=3)]
     if not all(isinstance(v, Tensor) and v.dim() == 4 for v in (x, weight, y)):
         return
     if not all(isinstance(n, (int, tuple, list)) for n in how):  # padding in words, what is computed
@@ -107,8 +103,8 @@ def _of_convolution(node: fx.Node) -> Iterator[Unit]:
 
 def _of_attention(node: fx.Node) -> Iterator[Unit]:
     names = ("query", "key", "value", "attn_mask")
-    q, k, v, mask = (_value(_argument(node, at, name, None)) for at, name in enumerate(names))
-    if not isinstance(q, Tensor) or q.dim() != 4 or _argument(node, 4, "dropout_p", 0.0):
+    q, k, v, mask = (_value(argument(node, at, name, None)) for at, name in enumerate(names))
+    if not isinstance(q, Tensor) or q.dim() != 4 or argument(node, 4, "dropout_p", 0.0):
         return
     if not isinstance(q.shape[2], int) or q.shape[2] < attention.FEW_ROWS or q.dtype not in FLOATS:
         return

@@ -254,16 +254,17 @@ def test_a_native_launch_that_fails_is_told_or_mended_by_python(native: Any) -> 
             call(*wrong)
 
 
-def test_without_a_compiler_python_launches(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, library, slow = native
-
+def test_without_a_compiler_python_launches(cuda_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr("triton.runtime.build.compile_module_from_src", fail)
     launching._module.cache_clear()
+    source, driver = codegen.emit(doubled(5000)), launch.Driver(NativeLibrary())
+    fn = launch.load(source, Config.make(options={"cache_dir": cuda_cache}))
+    made = launch.GpuKernel(source, fn, programs_function(source), find_driver=lambda: driver)
     try:
-        assert launching.native(1, print, 1, 1, 1) is None
+        assert made.launching() is made
     finally:
         launching._module.cache_clear()
 
