@@ -69,6 +69,7 @@ class Runner:
             "plain": plain,
             "within": within,
             "apart": apart,
+            "parts": parts,
             "torch": torch,
         }
         self.lines: list[str] = []
@@ -409,8 +410,11 @@ class Runner:
         if root in self.plan.borrowed:
             return self._within(v)
         name = self._tensor_name(v.buffer.name)
-        if v.seen_as is not None:
-            first = f"{name}.storage_offset() * {v.buffer.dtype.itemsize} // {v.seen_as.itemsize}"
+        dtype = v.buffer.dtype
+        if v.buffer.kind == "input" and dtype.is_complex and v.seen_as == dtype.to_real():
+            name = f"parts({name})"
+        elif v.seen_as is not None:
+            first = f"{name}.storage_offset() * {dtype.itemsize} // {v.seen_as.itemsize}"
             return f"within({name}, {first} + {self._text(v.offset)}, {shape}, {strides}, {v.seen_as})"
         owner = self.lowered.buffers.get(root, v.buffer)
         whole = v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides
@@ -468,6 +472,12 @@ def within(
     """A tensor of any dtype on the memory of another; offset and strides in its own elements."""
     window = torch.empty(0, dtype=dtype, device=lender.device)
     return window.set_(lender.untyped_storage(), offset, shape, strides)
+
+
+def parts(t: torch.Tensor) -> torch.Tensor:
+    """The real and imaginary parts of what lies in memory, by views: from those AOTAutograd makes a marked view
+    of an input anew, and sees no mark on a tensor that only shares the memory."""
+    return torch.view_as_real(t.conj() if t.is_conj() else t)
 
 
 def apart(t: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         return value
     if isinstance(value, Buffer):
         return _piece_of(low, r, mutated) or View(value, value.shape, value.strides)
-    placed = any(_bits(r)) and view_root(r).op == "placeholder" or _shares(low, r)
+    placed = any(_bits(r)) and view_root(r).op == "placeholder" or _reinterprets(r) or _shares(low, r)
     if placed and (piece := _piece_of(low, r, mutated)):
         return piece
     shape, strides = low.sizes(val.shape), low.dense.get(r) or low.sizes(val.stride())
@@ -198,7 +198,7 @@ def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
     buffer, val, seen = base[0], r.meta["val"], root.meta["val"]
     if root.op != "placeholder" and (seen.is_conj() or seen.is_neg()):
         return None  # what was traced as a marked tensor is computed as one that is not
-    if buffer.dtype != (seen if shared else val).dtype:
+    if buffer.dtype != (seen if shared or _reinterprets(r) else val).dtype:
         return None
     if shared:
         memory = _memory_of(buffer)
@@ -217,6 +217,12 @@ def _shares(low: Lowering, r: fx.Node) -> bool:
     those AOTAutograd makes anew."""
     root = view_root(r)
     return r is not root and root.op != "placeholder" and root in low.readers.shared
+
+
+def _reinterprets(r: fx.Node) -> bool:
+    """Whether a result is a view of an input as another dtype."""
+    root = view_root(r)
+    return root.op == "placeholder" and root is not r and r.meta["val"].dtype != root.meta["val"].dtype
 
 
 def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, Index] | None:

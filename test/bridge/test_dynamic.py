@@ -283,6 +283,30 @@ def test_views_of_a_written_input_lie_where_they_do_in_it(name: str, offset: int
             assert g.storage_offset() == e.storage_offset()
 
 
+PARTS = {
+    "split": lambda x: x.tensor_split(2, 2)[1].real,
+    "negated": lambda x: x[:, x.shape[1] // 2 :].conj().imag,
+    "bits": lambda x: torch.view_as_real(x)[:, x.shape[1] // 2 :].view(torch.int32),
+    "written": lambda x: (x.mul_(2), x[:, x.shape[1] // 2 :].real)[1],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_views_of_an_input_as_another_dtype_lie_where_they_do_in_it(name: str) -> None:
+    """From where a symbolic size says: AOTAutograd takes the offset, and a mark, from the compiled result."""
+    fn = PARTS[name]
+    compiled = torch.compile(fn, backend="dicp_cpu", dynamic=True)
+    base = torch.arange(19 * 5 * 18).reshape(19, 5, 18) * (1 - 2j)
+    for cut in (base[1:18], base[:5, :3, :7].contiguous(), base[3:8, :3, :7]):
+        again = torch.empty(0, dtype=cut.dtype).set_(
+            cut.untyped_storage().clone(), cut.storage_offset(), cut.shape, cut.stride()
+        )
+        e, g = fn(cut), compiled(again)
+        assert torch.equal(g, e) and g.dtype == e.dtype and g.is_neg() == e.is_neg()
+        assert g.stride() == e.stride() and g.storage_offset() == e.storage_offset()
+        assert g.untyped_storage().data_ptr() == again.untyped_storage().data_ptr()
+
+
 def test_memory_of_sizes_that_look_negative() -> None:
     """The backward's buffers have s * (t - 2) elements: a lower bound below zero, so a division rounded down."""
 
