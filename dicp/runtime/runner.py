@@ -475,8 +475,8 @@ def within(
 
 
 def parts(t: torch.Tensor) -> torch.Tensor:
-    """The real and imaginary parts of what lies in memory, by views: from those AOTAutograd makes a marked view
-    of an input anew, and sees no mark on a tensor that only shares the memory."""
+    """The real and imaginary parts of what lies in memory, by views: AOTAutograd repeats those on an input,
+    marks included, and would lose the mark of a tensor that only shares the memory."""
     return torch.view_as_real(t.conj() if t.is_conj() else t)
 
 
