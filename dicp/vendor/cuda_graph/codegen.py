@@ -19,6 +19,7 @@ from dicp.vendor.cuda_graph.accumulate import Accumulators
 from dicp.vendor.cuda_graph.expression import NO_DIMS, TYPES, Dims, ExpressionWriter, Scope, host_text
 from dicp.vendor.cuda_graph.module import INDENT, Source, kernel_text
 from dicp.vendor.cuda_graph.tiles import Blocks, Tile, choose_blocks, choose_tile, row_has_tail
+from dicp.vendor.cuda_graph.vectors import Walk, narrowest
 
 UPDATES = {"add": "{} + {}", "mul": "{} * {}", "max": "d.maximum({}, {})", "min": "d.minimum({}, {})"}
 BOOL_UPDATES = {"add": "{} | {}", "mul": "{} & {}", "max": "{} | {}", "min": "{} & {}"}
@@ -48,6 +49,8 @@ class _KernelWriter:
             live["r"] = "live_r"
         self.writer = ExpressionWriter(dims, self._shape, live)
         self.writer.storage = {p.name: p.dtype for p in kernel.params}
+        if tile.begin is not None:
+            self.writer.walk = Walk(tile.begin, tile.r[0], blocks.v, narrowest(kernel))
         self.accumulators = Accumulators(tile, self.writer)
         self.inner = frozenset(a.var for a in tile.r)
         self.checks = any(e.op in ex.CHECKS for s in kernel.body for e in expressions(s))
@@ -60,7 +63,7 @@ class _KernelWriter:
     def function(self) -> list[str]:
         args = [p.name for p in self.kernel.params] + [v.name for v in self.kernel.sizes]
         args += ["flags"] if self.checks else []
-        constants = ["INDEX", *(k.upper() for k in self.order)]
+        constants = ["INDEX", *(k.upper() for k in self.order), *([] if self.tile.begin is None else ["V"])]
         args += [f"{c}: tl.constexpr" for c in constants]
         body = self._positions()
         if self.tile.form == "rows":
@@ -130,25 +133,28 @@ class _KernelWriter:
                 value = self.writer.spread(value, NO_DIMS, dims)
             where = self.writer.pointer(s.buffer, s.index, scope, None, dims)
             note = f"  # {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
-            lines += [line + note for line in self._store(s, where, value, self.writer.mask_text(dims))]
+            live, walk = self.writer.mask_text(dims), self.writer.walk
+            if walk is not None and (at := walk.address(s.index)) is not None:
+                lines += walk.store(f"{s.buffer} + ({at})", self._kept(s, value), live)
+                continue
+            lines += [line + note for line in self._store(s, where, value, live)]
         scope.lines += lines
 
-    def _store(self, s: Store, where: str, value: str, live: str) -> list[str]:
+    def _kept(self, s: Store, text: str) -> str:
+        """A value as what its buffer keeps."""
         dtype = self.writer.storage[s.buffer]
-        low = dtype in ex.LOW_PRECISION
+        return f"d.narrow({text}, {TYPES[dtype]})" if dtype in ex.LOW_PRECISION else text
 
-        def kept(text: str) -> str:
-            return f"d.narrow({text}, {TYPES[dtype]})" if low else text
-
+    def _store(self, s: Store, where: str, value: str, live: str) -> list[str]:
         mask = f", mask={live}" if live else ""
         if s.mode == "set":
-            return [f"tl.store({where}, {kept(value)}{mask})"]
+            return [f"tl.store({where}, {self._kept(s, value)}{mask})"]
         if not s.unique and not self.tile.ordered:
-            return [f'tl.atomic_{s.mode}({where}, {kept(value)}{mask}, sem="relaxed")']
+            return [f'tl.atomic_{s.mode}({where}, {self._kept(s, value)}{mask}, sem="relaxed")']
         old = f"tl.load({where}{mask}{', other=0' if mask else ''})"
-        old = f"d.widen({old})" if low else old
+        old = f"d.widen({old})" if self.writer.storage[s.buffer] in ex.LOW_PRECISION else old
         new = (BOOL_UPDATES if s.value.dtype == torch.bool else UPDATES)[s.mode]
-        return [f"tl.store({where}, {kept(new.format(old, value))}{mask})"]
+        return [f"tl.store({where}, {self._kept(s, new.format(old, value))}{mask})"]
 
     def _pointwise(self) -> list[str]:
         scope = Scope()
@@ -184,6 +190,8 @@ class _KernelWriter:
 
     def _looped(self) -> list[str]:
         outer = Scope()
+        if (walk := self.writer.walk) is not None:
+            outer.lines += walk.positions(self.writer.index(walk.begin, outer))
         phases, body = self._phases(), list(self.kernel.body)
         last = max(phases.values(), default=0)
         for phase in range(last + 1):
@@ -221,10 +229,13 @@ class _KernelWriter:
             elif isinstance(s, Reduce):
                 self.accumulators.add(s, inside, outer)
         self._stores(stores, inside)
+        steps = f"range(0, {host_text(Tile.extent(self.tile.r))}, R)"
+        head = ["r = start + tl.arange(0, R)[None, :].to(INDEX)", *self._r_positions()]
+        if (walk := self.writer.walk) is not None:
+            steps, head = walk.steps, walk.head()
         outer.lines += [
-            f"for start in range(0, {host_text(Tile.extent(self.tile.r))}, R):",
-            INDENT + "r = start + tl.arange(0, R)[None, :].to(INDEX)",
-            *(INDENT + line for line in [*self._r_positions(), *inside.lines]),
+            f"for start in {steps}:",
+            *(INDENT + line for line in [*head, *inside.lines]),
         ]
         for s in mine:
             if isinstance(s, Reduce):

@@ -19,6 +19,7 @@ from dicp.ir import index as ix
 from dicp.ir.dependence import Dependence
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
+from dicp.vendor.cuda_graph.vectors import Walk
 
 Dims = frozenset[str]
 NO_DIMS: Dims = frozenset()
@@ -135,6 +136,7 @@ class ExpressionWriter:
 
     def __init__(self, dims: dict[Var, Dims], shape: Callable[[Dims], str], live: dict[str, str]) -> None:
         self.var_dims, self.shape, self.live = dims, shape, live
+        self.walk: Walk | None = None  # along rows that begin at no whole vector
         self.refs: dict[str, str] = {}
         self.ref_dims: dict[str, Dims] = {}
         self.count = 0
@@ -301,10 +303,11 @@ class ExpressionWriter:
         buffer, i = x.args[0], x.args[1]
         dims = self.index_dims(i)
         want = dims | (mask.dims if mask is not None else NO_DIMS)
-        where = self.pointer(buffer, i, scope, mask, want)
-        live = self.mask_text(want, mask)
-        text = f"tl.load({where}, mask={live}, other=0)" if live else f"tl.load({where})"
+        where, live = self.pointer(buffer, i, scope, mask, want), self.mask_text(want, mask)
         dtype = self.storage[buffer]
+        if self.walk is not None and mask is None and (at := self.walk.address(i)) is not None:
+            where, live = f"{buffer} + ({at})", self.walk.read(live, dtype.itemsize)
+        text = f"tl.load({where}, mask={live}, other=0)" if live else f"tl.load({where})"
         return f"d.widen({text})" if dtype in ex.LOW_PRECISION else text
 
     storage: dict[str, torch.dtype]

@@ -119,6 +119,7 @@ def compile_for(
     if source.checks:
         signature["flags"] = "*i32"
     constants = {"INDEX": tl.int64 if wide else tl.int32} | source.constants
+    constants |= {"V": 1} if "V" in constants and not aligned else {}
     signature |= dict.fromkeys(constants, "constexpr")
     hint = [["tt.divisibility", ALIGN]]
     attrs = {(k,): hint for k in range(len(source.params))} if aligned else {}
@@ -367,6 +368,8 @@ class InterpretedKernel:
         if programs == 0:
             return
         constants = {"INDEX": tl.int64 if wide else tl.int32} | self.source.constants
+        if "V" in constants and any(t.data_ptr() % ALIGN for t in arguments[:n]):
+            constants["V"] = 1
         with _interpreting, np.errstate(all="ignore"):  # the interpreter swaps functions of triton.language
             self.run[(programs,)](*arguments, **constants)
 

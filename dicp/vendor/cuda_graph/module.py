@@ -40,7 +40,8 @@ class Source:
         """Tile sizes by the names they have in the text."""
         b = self.blocks
         plane = {"Y": b.y} if self.tile.form == "plane" else {}
-        return {"X": b.x} | plane | ({"R": b.r} if self.tile.r else {})
+        vector = {} if self.tile.begin is None else {"V": b.v}
+        return {"X": b.x} | plane | ({"R": b.r} if self.tile.r else {}) | vector
 
     @property
     def warps(self) -> int:

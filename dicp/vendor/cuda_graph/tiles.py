@@ -11,7 +11,7 @@ in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.ir.kernel import Axis, Kernel, Store, expressions
+from dicp.vendor.cuda_graph import vectors
 
 PERSISTENT = 16384  # elements of a row kept in registers
 PERSISTENT_COLUMN = 64
@@ -50,6 +51,7 @@ class Tile:
     """The form of a kernel's tiles: which axes each dim joins (outermost first), and which run one at a time.
 
     `contiguous`: whether the reduced axis is the contiguous one. `persistent`: whether a row is one tile.
+    `begin`: where a row begins, if one that a loop takes begins at no whole vector (vectors.py).
     """
 
     form: str
@@ -61,6 +63,7 @@ class Tile:
     persistent: bool = True
     contiguous: bool = True
     ordered: bool = False  # scatters run one by one (also where they are one)
+    begin: Index | None = None
 
     @staticmethod
     def extent(axes: tuple[Axis, ...]) -> Index:
@@ -69,11 +72,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tile sizes (powers of two; y and r are 1 where the form has no such dim) and warps of a launch."""
+    """Tile sizes (powers of two; y and r are 1 where the form has no such dim), elements of a vector (1 where
+    rows begin at whole ones), and warps of a launch."""
 
     x: int
     y: int = 1
     r: int = 1
+    v: int = 1
     warps: int = 4
 
 
@@ -131,13 +136,9 @@ def choose_tile(kernel: Kernel, interpreted: bool = False) -> Tile:
     loads, stores = _accesses(kernel)
     if inner:
         contiguous = _by_rows(inner, outer, loads + stores)
-        return Tile(
-            "rows",
-            outer,
-            r=inner,
-            persistent=_persistent(Tile.extent(inner), Tile.extent(outer), contiguous),
-            contiguous=contiguous,
-        )
+        persistent = _persistent(Tile.extent(inner), Tile.extent(outer), contiguous)
+        begin = vectors.begin_of_rows(kernel, inner) if contiguous and not persistent else None
+        return Tile("rows", outer, r=inner, persistent=persistent, contiguous=contiguous, begin=begin)
     if needs_order(kernel, interpreted):
         free, serial = (tuple(a for a in outer if a.serial == s) for s in (False, True))
         return Tile("line", free, serial=serial, ordered=True)
@@ -162,7 +163,8 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
     x = Tile.extent(tile.x)
     x = x if isinstance(x, int) else 1 << 16
     if interpreted:
-        return _interpreted_blocks(tile, x)
+        blocks = _interpreted_blocks(tile, x)
+        return blocks if tile.begin is None else replace(blocks, v=vectors.vector(kernel))
     wide = max((p.dtype.itemsize for p in kernel.params), default=4)
     narrow = min((p.dtype.itemsize for p in kernel.params if not p.written), default=4)
     if tile.form == "plane":
@@ -177,9 +179,10 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
     if not tile.contiguous:
         return _column_blocks(kernel, tile, x)
     if not tile.persistent:
-        vectors = isinstance(extent, int) and extent % (16 // narrow) == 0 and extent >= 2 * LONG_LOOP_ROW
-        step = LONG_LOOP_ROW if vectors else LOOP_ROW
-        return Blocks(1, r=step, warps=step // 256)
+        whole = tile.begin is not None or isinstance(extent, int) and extent % (16 // narrow) == 0
+        step = LONG_LOOP_ROW if whole and extent >= 2 * LONG_LOOP_ROW else LOOP_ROW  # type: ignore[operator]
+        v = 1 if tile.begin is None else vectors.vector(kernel)
+        return Blocks(1, r=step, v=v, warps=step // 256)
     r = _power_of_two(extent)  # type: ignore[arg-type]
     rows = max(1, min(ROW_TILE // r, 32, _power_of_two(max(1, x // 264))))
     return Blocks(rows, r=r, warps=max(1, min(16, rows * r // 512)))
@@ -216,4 +219,4 @@ def _interpreted_blocks(tile: Tile, x: int) -> Blocks:
 def row_has_tail(tile: Tile, blocks: Blocks) -> bool:
     """Whether the last tile of a row may reach beyond its end."""
     extent = Tile.extent(tile.r)
-    return not isinstance(extent, int) or extent <= 0 or extent % blocks.r != 0
+    return tile.begin is not None or not isinstance(extent, int) or extent <= 0 or extent % blocks.r != 0

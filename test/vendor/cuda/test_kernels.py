@@ -14,12 +14,13 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Scan, Store
-from dicp.vendor.cuda_graph import codegen, tiles
+from dicp.vendor.cuda_graph import codegen, launch, tiles
+from dicp.vendor.cuda_graph.assemble import programs_function
 
 REDUCTIONS = ["sum", "prod", "max", "min", "argmax", "argmin", "welford"]
 SCANS = ["sum", "max", "min", "logsumexp", "argmax", "argmin"]
-# rows in registers (with and without a tail), rows in a loop, columns in registers and in a loop
-SHAPES = [(5, 64, True), (7, 100, True), (2, 20000, True), (33, 10, False), (40, 1100, False)]
+# rows in registers (with and without a tail), in a loop (of whole vectors or not), columns in both
+SHAPES = [(5, 64, True), (7, 100, True), (2, 20000, True), (3, 17003, True), (33, 10, False), (40, 1100, False)]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,52 @@ def test_sums_of_hundreds_of_terms(config: Config) -> None:
 
 def outputs(kernel: Kernel, x: torch.Tensor, m: int, scan: bool) -> list[torch.Tensor]:
     return [torch.zeros(x.numel() if scan else m, dtype=p.dtype) for p in kernel.params[1:]]
+
+
+def odd_rows(dtype: torch.dtype, m: int = 5, n: int = 17003, offset: int = 0) -> Kernel:
+    """x / max(x) of each row, and whether it is above 0: rows of no whole number of vectors, from an offset."""
+    i, r = Var("i", m), Var("r", n)
+    at = ix.of(i) * n + ix.of(r)
+    x, top = ex.cast(load("x", at + offset, dtype), torch.float32), Expr("ref", ("top",), torch.float32)
+    body = (
+        Reduce(("top",), "max", x),
+        Store("y", at, ex.cast(x / top, dtype)),
+        Store("above", at, Expr("gt", (x, Expr("const", (0.0,), torch.float32)), torch.bool)),
+    )
+    params = (Param("x", dtype, False), Param("y", dtype, True, False), Param("above", torch.bool, True, False))
+    return Kernel("rows", (Axis(i), Axis(r, reduced=True)), params, (), body)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_begin_at_no_whole_vector(dtype: torch.dtype, offset: int, config: Config) -> None:
+    kernel = odd_rows(dtype, offset=offset)
+    x = torch.randn(5 * 17003 + offset).to(dtype)
+    y, above = torch.full((2, x.numel() - offset), 7.0).to(dtype)[0], torch.zeros(x.numel() - offset).bool()
+    agree(kernel, [x, y, above], (), config, rtol=1e-2, atol=1e-3)
+
+
+def test_rows_that_begin_at_no_whole_vector_of_a_buffer_that_begins_at_none(config: Config) -> None:
+    source = codegen.emit(odd_rows(torch.float32), interpreted=True)
+    assert source.constants["V"] == 16
+    x = torch.randn(5 * 17003)
+    tensors = [torch.empty(x.numel() + 1)[1:].copy_(x), torch.empty(x.numel()), torch.empty(x.numel()).bool()]
+    call = launch.InterpretedKernel(source, launch.load(source, config), programs_function(source))
+    call(False, *tensors)
+    rows = x.view(5, -1)
+    torch.testing.assert_close(tensors[1].view(5, -1), rows / rows.amax(1, True))
+
+
+def test_rows_that_begin_at_no_whole_vector_are_read_and_written_by_vectors(config: Config) -> None:
+    """And element by element where a buffer begins at no whole vector."""
+    source = codegen.emit(odd_rows(torch.bfloat16, n=50257))
+    fn = launch.load(source, config)
+    aligned, other = (
+        launch.compile_for(source, fn, TARGETS[1], aligned=a).asm["ptx"] for a in (True, False)
+    )
+    assert "ld.global.v4.b32" in aligned and "st.global.v4.b32" in aligned
+    assert "ld.global.b16" not in aligned
+    assert "global.v4" not in other and "ld.global.b16" in other
 
 
 @pytest.mark.parametrize("m, n, rows", SHAPES)
