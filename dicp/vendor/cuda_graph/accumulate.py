@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
-from dicp.ir.kernel import Reduce, Scan, identity
+from dicp.ir.kernel import Reduce, Scan, Statement, identity
 from dicp.vendor.cuda_graph.expression import TYPES, Dims, ExpressionWriter, Scope, host_text, literal, typed
 from dicp.vendor.cuda_graph.tiles import Tile
 
@@ -21,8 +24,10 @@ STEPS = {
 class Accumulators:
     """Writes the statements of a kernel's reductions and scans into the scopes it is given."""
 
-    def __init__(self, tile: Tile, writer: ExpressionWriter) -> None:
+    def __init__(self, tile: Tile, writer: ExpressionWriter, body: Sequence[Statement]) -> None:
         self.tile, self.writer = tile, writer
+        self.maxima = _softmax_maxima(body) if tile.contiguous and not tile.persistent else {}
+        self.beside = {m.refs[0] for m in self.maxima.values()}
 
     # -- a row in registers ----------------------------------------------------------------------------------
 
@@ -62,8 +67,17 @@ class Accumulators:
 
     # -- a row in a loop -------------------------------------------------------------------------------------
 
+    def found_beside(self, s: Reduce) -> set[str]:
+        """Results that the statement reads and that are found in the same pass all the same."""
+        return {self.maxima[s.refs[0]].refs[0]} if s.refs[0] in self.maxima else set()
+
     def add(self, s: Reduce, inside: Scope, before: Scope) -> None:
         """Declare the accumulator in `before` and add this tile's values to it."""
+        if s.refs[0] in self.beside:
+            return
+        if s.refs[0] in self.maxima:
+            self._add_softmax(self.maxima[s.refs[0]], s, inside, before)
+            return
         value, dtype = self._value(s, inside)
         kind, acc = _kind(s), _accumulator(s)
         if kind == "welford":
@@ -77,6 +91,16 @@ class Accumulators:
             return
         note = f"  # {s.note}" if s.note else ""
         inside.lines.append(f"{acc} = {STEPS[kind].format(acc, kept)}{note}")
+
+    def _add_softmax(self, most: Reduce, total: Reduce, inside: Scope, before: Scope) -> None:
+        """A maximum, and the sum of exp(x - maximum)."""
+        value, dtype = self._value(most, inside)
+        kept = self._where_live(value, literal(-math.inf, dtype), inside)
+        top, sums = _accumulator(most), _accumulator(total)
+        for name, start in ((top, -math.inf), (sums, 0.0)):
+            before.lines.append(f"{name} = tl.full([X, R // 8], {literal(start, dtype)}, {TYPES[dtype]})")
+        note = f"  # {total.note}" if total.note else ""
+        inside.lines.append(f"{top}, {sums} = d.grow_softmax({top}, {sums}, {kept}){note}")
 
     def _add_moments(self, acc: str, value: str, dtype: torch.dtype, inside: Scope, before: Scope) -> None:
         """Welford's recurrence, one state for each place of the tile; places that are live have all seen as
@@ -105,7 +129,9 @@ class Accumulators:
     def result(self, s: Reduce, scope: Scope) -> None:
         """Name the result of a reduction, after the loop."""
         kind, acc = _kind(s), _accumulator(s)
-        if kind == "welford":
+        if s.refs[0] in self.maxima:
+            self._finish(s, f"d.row_softmax({_accumulator(self.maxima[s.refs[0]])}, {acc})", scope)
+        elif kind == "welford":
             mean, m2 = s.refs
             seen = f"({host_text(Tile.extent(self.tile.r))} - tl.arange(0, R)[None, :] + R - 1) // R"
             scope.lines += [
@@ -179,6 +205,21 @@ class Accumulators:
         for ref in refs or s.refs:
             self.writer.refs[ref] = ref
             self.writer.ref_dims[ref] = ROW if isinstance(s, Scan) else RESULTS
+
+
+def _softmax_maxima(body: Sequence[Statement]) -> dict[str, Reduce]:
+    """By the names of sums of exp(x - m): the maximum m of the same x, one sum for each."""
+    maxima = {s.refs[0]: s for s in body if isinstance(s, Reduce) and s.kind == "max"}
+    found: dict[str, Reduce] = {}
+    for s in body:
+        if not (isinstance(s, Reduce) and s.kind == "sum" and s.value.op == "exp"):
+            continue
+        away = s.value.args[0]
+        if away.op == "sub" and away.args[1].op == "ref":
+            most = maxima.pop(away.args[1].args[0], None)
+            if most is not None and most.value == away.args[0]:
+                found[s.refs[0]] = most
+    return found
 
 
 def _accumulator(s: Reduce) -> str:

@@ -51,7 +51,7 @@ class _KernelWriter:
         self.writer.storage = {p.name: p.dtype for p in kernel.params}
         if tile.begin is not None:
             self.writer.walk = Walk(tile.begin, tile.r[0], blocks.v, narrowest(kernel))
-        self.accumulators = Accumulators(tile, self.writer)
+        self.accumulators = Accumulators(tile, self.writer, kernel.body)
         self.inner = frozenset(a.var for a in tile.r)
         self.checks = any(e.op in ex.CHECKS for s in kernel.body for e in expressions(s))
         self.scans = {r: s for s in kernel.body if isinstance(s, Scan) for r in s.refs}
@@ -207,7 +207,10 @@ class _KernelWriter:
         known: dict[str, int] = {}
         out: dict[int, int] = {}
         for k, s in enumerate(self.kernel.body):
-            phase = max((known[e.args[0]] for e in expressions(s) if e.op == "ref"), default=0)
+            reads = {e.args[0] for e in expressions(s) if e.op == "ref"}
+            if isinstance(s, Reduce):
+                reads -= self.accumulators.found_beside(s)
+            phase = max((known[r] for r in reads), default=0)
             if self._is_full(s):
                 out[k] = phase
             if not isinstance(s, Store):

@@ -156,6 +156,8 @@ def _rows() -> dict[str, Callable[..., Any]]:
         "row_prod": _reduce(np.prod),
         "row_max": _reduce(np.max),
         "row_min": _reduce(np.min),
+        "groups_max": lambda x: _tensor(_groups(x).max(axis=2), x.dtype),
+        "groups_sum_exp": _groups_sum_exp,
         "first_where": _first_where,
         "scan_sum": _scan(_cumulative_sum),
         "scan_prod": _scan(np.cumprod),
@@ -166,6 +168,15 @@ def _rows() -> dict[str, Callable[..., Any]]:
         "scan_argmin": _scan_position(False),
         "row_last": lambda x, column, last: _last(x, column, last),
     }
+
+
+def _groups(x: Any) -> Any:
+    return x.handle.data.reshape(x.handle.data.shape[0], -1, 8)
+
+
+def _groups_sum_exp(x: Any, base: Any) -> Any:
+    away = _groups(x) - base.handle.data[:, :, None]
+    return _tensor(np.exp(away).sum(axis=2), x.dtype)
 
 
 def _last(x: Any, column: Any, last: int) -> Any:

@@ -35,9 +35,9 @@ ROW_TILE = 1024
 """Elements of a tile of whole rows, 16 a thread. On an H100 softmax of rows of 1,024 reads and writes at 97 %
 of a copy's bandwidth so, at 89 % with twice the elements and half of them a thread."""
 LOOP_ROW, LONG_LOOP_ROW = 2048, 8192
-"""Elements of a row that one step of a loop takes; of rows that begin at whole vectors. On an H100, softmax
-of rows of 32,000 in bfloat16 reads and writes at 55 and 79 % of a copy's bandwidth, log_softmax of 50,257 at
-46 and 37 %."""
+"""Elements of a row that one step of a loop takes; of one taken by whole vectors. On an H100, softmax of rows
+of 32,000 in bfloat16 reads and writes at 55 and 79 % of a copy's bandwidth, log_softmax of 50,257, element by
+element, at 46 and 37 %."""
 PLANE_SIDE = 16  # a transposition pays from this many elements along both axes
 ATOMIC = {
     "add": (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16),

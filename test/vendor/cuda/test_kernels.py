@@ -119,6 +119,48 @@ def test_rows_that_begin_at_no_whole_vector_are_read_and_written_by_vectors(conf
     assert "global.v4" not in other and "ld.global.b16" in other
 
 
+def softmax_sums(n: int, dtype: torch.dtype = torch.float32) -> Kernel:
+    """Of rows of x: the maximum, the sum of exp(x - maximum), and exp(x - maximum) over that."""
+    i, r = Var("i", 6), Var("r", n)
+    at = ix.of(i) * n + ix.of(r)
+    x, top, total = (load("x", at, dtype), *(Expr("ref", (name,), dtype) for name in ("top", "total")))
+    e = Expr("exp", (x - top,), dtype)
+    body = (
+        Reduce(("top",), "max", x),
+        Reduce(("total",), "sum", e),
+        Store("y", at, e / total),
+        Store("m", ix.of(i), top),
+        Store("s", ix.of(i), total),
+    )
+    params = (Param("x", dtype, False), *(Param(name, dtype, True, False) for name in "yms"))
+    return Kernel("softmax", (Axis(i), Axis(r, reduced=True)), params, (), body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [17003, 32768])
+def test_the_sum_of_a_softmax_is_made_while_its_maximum_is_found(
+    n: int, dtype: torch.dtype, config: Config
+) -> None:
+    x = torch.randn(6, n, dtype=dtype) * 30
+    x[1, :] = -torch.inf
+    x[2, 5] = torch.inf
+    x[3, 7] = torch.nan
+    x[4, : n // 2] = -torch.inf
+    x[5, -1] = 1000.0
+    kernel = softmax_sums(n, dtype)
+    tensors = [x.flatten(), torch.zeros(6 * n, dtype=dtype), *(torch.zeros(6, dtype=dtype) for _ in range(2))]
+    agree(kernel, tensors, (), config, rtol=1e-5, atol=1e-7)
+    text = codegen.emit(kernel).text
+    assert text.count("for start in") == 2 and text.count("tl.load(") == 2
+
+
+def test_the_sum_of_a_softmax_takes_no_exchange_between_threads(config: Config) -> None:
+    source = codegen.emit(softmax_sums(32768))
+    text = launch.compile_for(source, launch.load(source, config), TARGETS[1]).asm["ttgir"]
+    loop = text[text.index("scf.for") : text.index("scf.yield")]
+    assert "tt.reduce" in loop and "convert_layout" not in loop
+
+
 @pytest.mark.parametrize("m, n, rows", SHAPES)
 @pytest.mark.parametrize("kind", REDUCTIONS)
 def test_reductions(kind: str, m: int, n: int, rows: bool, config: Config) -> None:
@@ -256,11 +298,9 @@ def test_short_or_cached_columns_are_one_tile(results: int, rows: int, whole: bo
     assert tiles.choose_tile(columns(results, rows, torch.float32)).persistent == whole
 
 
-@pytest.mark.parametrize(
-    ("length", "step"), [(32000, tiles.LONG_LOOP_ROW), (50257, tiles.LOOP_ROW), (20480, tiles.LONG_LOOP_ROW), (32768, tiles.LONG_LOOP_ROW)]
-)
-def test_long_rows_are_looped_over_in_steps(length: int, step: int) -> None:
-    """Long ones, where rows begin at whole vectors; a last step that reaches beyond the end is masked."""
+@pytest.mark.parametrize("length", [16390, 20480, 32000, 32768, 50257])
+def test_long_rows_are_looped_over_in_steps(length: int) -> None:
+    """A last step that reaches beyond the end is masked."""
     i, j = Var("i", 4096), Var("j", length)
     value = Expr("load", ("x", ix.of(i) * length + ix.of(j)), torch.bfloat16)
     kernel = Kernel(
@@ -272,7 +312,7 @@ def test_long_rows_are_looped_over_in_steps(length: int, step: int) -> None:
     )
     tile = tiles.choose_tile(kernel)
     blocks = tiles.choose_blocks(kernel, tile)
-    assert blocks.r == step and tiles.row_has_tail(tile, blocks) == (length != 32768)
+    assert blocks.r == tiles.LONG_LOOP_ROW and tiles.row_has_tail(tile, blocks) == (length != 32768)
 
 
 def test_transposition_is_a_plane(config: Config) -> None:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dicp.vendor.cuda_graph.device.arithmetic import maximum, minimum
+from dicp.vendor.cuda_graph.device.functions import exp
 
 
 @triton.jit
@@ -62,3 +63,41 @@ def row_moments(mean, m2, n):
     centre = row_sum(mean * (n / tl.where(total > 0, total, 1)))
     away = mean - centre
     return centre, row_sum(m2 + n * away * away)
+
+
+# -- the maximum of a row and its sum of exp(x - maximum), in one pass ---------------------------------------
+
+
+@triton.jit
+def exponent_base(top):
+    """What exponents are taken above: a maximum, 0 where nothing is above -inf yet."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def groups_max(x):
+    """Over eight neighbours each: [X, R] to [X, R / 8]. A thread has them all."""
+    return tl.reduce(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2, maximum)
+
+
+@triton.jit
+def groups_sum_exp(x, base):
+    """Sums of exp(x - base) over eight neighbours each."""
+    groups = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    return tl.reduce(exp(groups - base[:, :, None]), 2, add)
+
+
+@triton.jit
+def grow_softmax(top, total, x):
+    """The maxima of groups of places and their sums of exp(x - maximum), with a tile more."""
+    new = maximum(top, groups_max(x))
+    base = exponent_base(new)
+    return new, total * exp(top - base) + groups_sum_exp(x, base)
+
+
+@triton.jit
+def row_softmax(top, total):
+    """The sum of exp(x - maximum) over rows, of those of their groups; as eager's, NaN where all are -inf."""
+    most = row_max(top)
+    found = row_sum(total * exp(top - exponent_base(most)))
+    return tl.where(most == float("-inf"), float("nan"), found)
