@@ -18,6 +18,7 @@ from torch import Tensor
 from dicp.bench.measure import alternating
 from dicp.compiler import observe
 from dicp.vendor.cpu_graph.claims import matmul
+from dicp.vendor.cpu_graph.claims.common import onednn_has
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -181,12 +182,15 @@ def main() -> None:
     low_precision("patches", flops, lambda x, w: F.conv2d(x, w, stride=16), image, window)
     low_precision("24 products", 2.0 * 24 * 197**2 * 64, torch.bmm, r(24, 197, 64), r(24, 64, 197))
     int8_weights(128, 1024, 2816)
+    in_bf16 = onednn_has(torch.bfloat16)
     for sizes in ((128, 1024, 1024), (256, 768, 3072), (1024, 3072, 768), (1024, 768, 50257)):
-        in_place(*sizes)
+        if in_bf16:
+            in_place(*sizes)
     for depth, columns in ((1024, 1024), (768, 3072), (2816, 1024)):
         for rows in (16, 32, 64, 128, 256, 1024):
             tiles(rows, depth, columns)
-            pairs(rows, depth, columns)
+            if in_bf16:
+                pairs(rows, depth, columns)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: MKL, oneDNN, dicp_cpu")
     for depth in (256, 1024, 1152, 2048, 2816):
         for rows in (16, 64, 256, 1024):

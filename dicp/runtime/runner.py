@@ -418,7 +418,7 @@ class Runner:
             return f"within({name}, {first} + {self._text(v.offset)}, {shape}, {strides}, {v.seen_as})"
         owner = self.lowered.buffers.get(root, v.buffer)
         whole = v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides
-        if whole:
+        if whole and v.seen_as is None:
             return name
         return f"{name}.as_strided({shape}, {strides}, {name}.storage_offset() + {self._text(v.offset)})"
 

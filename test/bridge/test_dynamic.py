@@ -307,6 +307,11 @@ def test_views_of_an_input_as_another_dtype_lie_where_they_do_in_it(name: str) -
         assert g.untyped_storage().data_ptr() == again.untyped_storage().data_ptr()
 
 
+def test_a_part_of_a_complex_number_has_its_shape() -> None:
+    compiled = torch.compile(lambda x, y: x.expand(y.shape[0]).real[y.shape[0] - 2], backend="dicp_cpu", dynamic=True)
+    assert torch.equal(compiled(torch.tensor(1 + 2j), torch.randn(5)), torch.tensor(1.0))
+
+
 def test_memory_of_sizes_that_look_negative() -> None:
     """The backward's buffers have s * (t - 2) elements: a lower bound below zero, so a division rounded down."""
 

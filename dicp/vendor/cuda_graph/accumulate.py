@@ -216,9 +216,9 @@ def _softmax_maxima(body: Sequence[Statement]) -> dict[str, Reduce]:
             continue
         away = s.value.args[0]
         if away.op == "sub" and away.args[1].op == "ref":
-            most = maxima.pop(away.args[1].args[0], None)
+            most = maxima.get(away.args[1].args[0])
             if most is not None and most.value == away.args[0]:
-                found[s.refs[0]] = most
+                found[s.refs[0]] = maxima.pop(most.refs[0])
     return found
 
 

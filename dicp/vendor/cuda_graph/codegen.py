@@ -44,6 +44,8 @@ class _KernelWriter:
         dims: dict[Var, Dims] = {}
         for key, axes in (("x", tile.x), ("y", tile.y), ("r", tile.r)):
             dims |= {a.var: frozenset(key) for a in axes}
+        if tile.begin is not None:  # what a place has of a row depends on where the row begins
+            dims |= {a.var: frozenset("xr") for a in tile.r}
         live = {"x": "live_x"} | ({"y": "live_y"} if tile.form == "plane" else {})
         if tile.r and row_has_tail(tile, blocks):
             live["r"] = "live_r"
@@ -131,12 +133,13 @@ class _KernelWriter:
             value = self.writer.write(s.value, scope)
             if s.value.op == "const" or not self.writer.dims(s.value):
                 value = self.writer.spread(value, NO_DIMS, dims)
-            where = self.writer.pointer(s.buffer, s.index, scope, None, dims)
             note = f"  # {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
             live, walk = self.writer.mask_text(dims), self.writer.walk
             if walk is not None and (at := walk.address(s.index)) is not None:
-                lines += walk.store(f"{s.buffer} + ({at})", self._kept(s, value), live)
+                first, *others = walk.store(f"{s.buffer} + ({at})", self._kept(s, value), live)
+                lines += [first + note, *others]
                 continue
+            where = self.writer.pointer(s.buffer, s.index, scope, None, dims)
             lines += [line + note for line in self._store(s, where, value, live)]
         scope.lines += lines
 

@@ -303,10 +303,11 @@ class ExpressionWriter:
         buffer, i = x.args[0], x.args[1]
         dims = self.index_dims(i)
         want = dims | (mask.dims if mask is not None else NO_DIMS)
-        where, live = self.pointer(buffer, i, scope, mask, want), self.mask_text(want, mask)
-        dtype = self.storage[buffer]
+        live, dtype = self.mask_text(want, mask), self.storage[buffer]
         if self.walk is not None and mask is None and (at := self.walk.address(i)) is not None:
             where, live = f"{buffer} + ({at})", self.walk.read(live, dtype.itemsize)
+        else:
+            where = self.pointer(buffer, i, scope, mask, want)
         text = f"tl.load({where}, mask={live}, other=0)" if live else f"tl.load({where})"
         return f"d.widen({text})" if dtype in ex.LOW_PRECISION else text
 

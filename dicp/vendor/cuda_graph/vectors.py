@@ -20,9 +20,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dicp.ir import expr as ex
 from dicp.ir import index as ix
+from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
-from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Store, expressions
+from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Store
 
 BYTES = 16
 """Of a vector."""
@@ -52,18 +54,36 @@ def begin_of_rows(kernel: Kernel, rows: Sequence[Axis]) -> Index | None:
             return None
         if isinstance(s, Store) and s.mode != "set":
             return None
-        places = [e.args[1] for e in expressions(s) if e.op == "load"]
+        places = [e.args[1] for e in _unconditional(s.value) if e.op == "load"]
         places += [s.index] if isinstance(s, Store) else []
         begins.update(b for i in places if (b := _begin(i, r)) is not None)
     return begins.most_common(1)[0][0] if begins else None
 
 
+def _unconditional(value: Expr) -> list[Expr]:
+    """The expressions below a value that are computed for every element: no load under a condition, whose
+    position may be none."""
+    found: dict[Expr, None] = {}
+    stack = [value]
+    while stack:
+        e = stack.pop()
+        if e not in found:
+            found[e] = None
+            stack += (e.args[0], e.args[2]) if e.op == "masked" else ex.children(e)
+    return list(found)
+
+
 def _begin(i: Index, r: Var) -> Index | None:
-    """Where the row of an access begins: one that goes along it, from a place that no data tells."""
+    """Where the row of an access begins: one that goes along it, from a place that no data tells and that is
+    not below 0 (Triton's division rounds towards it)."""
     split = ix.coefficient(i, r)
-    if split is None or split[0] != 1 or any(isinstance(a, ix.Opaque) for a in ix.atoms(split[1])):
+    if split is None or split[0] != 1 or not isinstance(split[1], ix.Poly):
         return None
-    return split[1] if isinstance(split[1], ix.Poly) else None
+    begin = split[1]
+    if any(isinstance(a, ix.Opaque) for a in ix.atoms(begin)):
+        return None
+    low = ix.limit(begin, upper=False)
+    return begin if low is not None and ix.nonnegative(low) else None
 
 
 @dataclass(frozen=True)
@@ -98,12 +118,14 @@ class Walk:
         return f"range(0, {self.extent} + V - 1, R)"
 
     def head(self) -> list[str]:
-        """Of a step: the element of each place, and which of them there are."""
+        """Of a step: the element of each place, which of them there are, and which lie in vectors within the
+        row."""
         return [
             "at = start + tl.arange(0, R)[None, :].to(INDEX)",
             "r = at - lead",
             f"{self.r.var} = r",
             f"live_r = (r >= 0) & (r < {self.extent})",
+            f"whole_r = (at // V * V >= lead) & (at // V * V + V <= lead + {self.extent})",
         ]
 
     def read(self, live: str, itemsize: int) -> str:
@@ -114,9 +136,7 @@ class Walk:
         return live.replace("live_r", f"(at // {v} * {v} < lead + {self.extent})")
 
     def store(self, where: str, value: str, live: str) -> list[str]:
-        whole = f"(at // V * V >= lead) & (at // V * V + V <= lead + {self.extent})"
         return [
-            f"whole_r = {whole}",
             f"tl.store({where}, {value}, mask={live.replace('live_r', 'whole_r')})",
             "if V > 1:",
             f"    if (start == 0) | (start + R > {self.extent}):",

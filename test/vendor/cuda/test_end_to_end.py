@@ -138,6 +138,26 @@ def test_integer_division_by_zero_is_an_error_on_the_cpu(compiled: Any) -> None:
         fn(x, y)
 
 
+LONG_ROWS = {
+    "left pad": (lambda x: F.pad(x, (5, 0), value=7.0).log_softmax(-1), (3, 17000)),
+    "position in a left pad": (lambda x: F.pad(x, (5, 0), value=100.0).argmax(-1), (3, 17000)),
+    "outer pad": (lambda x: F.pad(x, (0, 0, 2, 0), value=1.0).softmax(-1), (12, 17003)),
+    "left cat": (lambda x: torch.cat([x[:, :1] + 9, x], -1).softmax(-1), (12, 17004)),
+    "gathered cat": (lambda x: torch.cat([x[0][x[1, :1].long()].expand(12, 1), x], -1).softmax(-1), (12, 17004)),
+    "in place": (lambda x: x.sub_(x.logsumexp(-1, keepdim=True)), (5, 16391)),
+    "behind a vector": (lambda x: x[1:].flatten()[: 3 * 17003].view(3, 17003).softmax(-1), (5, 17008)),
+    "with flags": (lambda x: (x.softmax(-1), x > 0, (x * 5).to(torch.int8)), (3, 16397)),
+}
+
+
+@pytest.mark.parametrize("name", LONG_ROWS)
+def test_long_rows_that_begin_anywhere(name: str, compiled: Any) -> None:
+    fn, shape = LONG_ROWS[name]
+    xs = [torch.linspace(-3, 3, shape[0] * shape[1]).sin().view(shape) for _ in range(2)]
+    torch.testing.assert_close(compiled(fn)(xs[0]), fn(xs[1]))
+    torch.testing.assert_close(*xs)
+
+
 def test_seed_means_what_it_means_under_eager(compiled: Any) -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.5) + torch.rand_like(x)

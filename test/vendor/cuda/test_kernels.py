@@ -96,15 +96,29 @@ def test_rows_that_begin_at_no_whole_vector(dtype: torch.dtype, offset: int, con
     agree(kernel, [x, y, above], (), config, rtol=1e-2, atol=1e-3)
 
 
-def test_rows_that_begin_at_no_whole_vector_of_a_buffer_that_begins_at_none(config: Config) -> None:
+def test_rows_of_a_buffer_that_begins_at_no_whole_vector(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = codegen.emit(odd_rows(torch.float32), interpreted=True)
     assert source.constants["V"] == 16
-    x = torch.randn(5 * 17003)
-    tensors = [torch.empty(x.numel() + 1)[1:].copy_(x), torch.empty(x.numel()), torch.empty(x.numel()).bool()]
     call = launch.InterpretedKernel(source, launch.load(source, config), programs_function(source))
-    call(False, *tensors)
-    rows = x.view(5, -1)
-    torch.testing.assert_close(tensors[1].view(5, -1), rows / rows.amax(1, True))
+    widths: list[int] = []
+    run_with = type(call.run).__getitem__
+
+    def noted(self: object, grid: tuple[int, ...]) -> object:
+        run = run_with(self, grid)
+        return lambda *args, **constants: (widths.append(constants["V"]), run(*args, **constants))
+
+    monkeypatch.setattr(type(call.run), "__getitem__", noted)
+    x = torch.randn(5 * 17003)
+    for offset in (0, 1):
+        given = torch.empty(x.numel() + 1)[offset : offset + x.numel()].copy_(x)
+        y, above = torch.empty_like(x), torch.empty(x.numel()).bool()
+        call(False, given, y, above)
+        rows = x.view(5, -1)
+        torch.testing.assert_close(y.view(5, -1), rows / rows.amax(1, True))
+        assert torch.equal(above, x > 0)
+    assert widths == [16, 1]
 
 
 def test_rows_that_begin_at_no_whole_vector_are_read_and_written_by_vectors(config: Config) -> None:
