@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,10 @@ from dicp.compat import size_hint
 COLD_BYTES = 64 << 20
 """Operands change from call to call until that much was read: a model's weights come from memory, where the
 same ones again and again would come from a cache."""
-ROUNDS = 7
+ROUNDS = 7  # at the least, where the budget allows
+AGREEING = 1.05
+"""A candidate's second least time over its least: rounds go on while one's is above, since others' work may
+have slowed all but one of its samples, or every one."""
 SAMPLE_S = 1e-3  # a sample is at least that long, so that the clock and the call from Python count little
 MOST_CALLS = 256  # of a sample: what waits in a GPU's queue is limited
 BUDGET_S = 1.0  # for one node; three rounds at the least
@@ -92,9 +96,16 @@ def time_calls(
         counts[name] = min(max(math.ceil(SAMPLE_S / sample(run, 1, 1)), 1), MOST_CALLS)
     found: dict[str, list[float]] = {name: [] for name in calls}
     begun = time.perf_counter()
-    for number in range(ROUNDS):
-        if number >= 3 and time.perf_counter() - begun > BUDGET_S:
+    for number in itertools.count():
+        enough = number >= ROUNDS and all(_agrees(samples) for samples in found.values())
+        if enough or number >= 3 and time.perf_counter() - begun > BUDGET_S:
             break
         for name, run in calls.items():
             found[name].append(sample(run, number * counts[name], counts[name]))
     return {name: min(samples) for name, samples in found.items()}
+
+
+def _agrees(samples: list[float]) -> bool:
+    """Whether the least of the samples is no single one."""
+    least, second = sorted(samples)[:2]
+    return second <= AGREEING * least
