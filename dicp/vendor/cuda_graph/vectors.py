@@ -43,9 +43,11 @@ def vector(kernel: Kernel) -> int:
 
 
 def begin_of_rows(kernel: Kernel, rows: Sequence[Axis]) -> Index | None:
-    """Where a row begins in most buffers that have it, if that is at no whole vector. rows: the axes of what
-    is reduced. None too where a statement cannot be taken from another place on."""
-    if len(rows) != 1 or not isinstance(rows[0].size, int) or rows[0].size % vector(kernel) == 0:
+    """Where a row begins in most buffers that have it, if it begins or ends at no whole vector.
+
+    rows: the axes of what is reduced. None too where a statement cannot be taken from another place on.
+    """
+    if len(rows) != 1 or not isinstance(rows[0].size, int):
         return None
     r = rows[0].var
     begins: Counter[Index] = Counter()
@@ -57,7 +59,12 @@ def begin_of_rows(kernel: Kernel, rows: Sequence[Axis]) -> Index | None:
         places = [e.args[1] for e in _unconditional(s.value) if e.op == "load"]
         places += [s.index] if isinstance(s, Store) else []
         begins.update(b for i in places if (b := _begin(i, r)) is not None)
-    return begins.most_common(1)[0][0] if begins else None
+    if not begins:
+        return None
+    begin = begins.most_common(1)[0][0]
+    assert isinstance(begin, ix.Poly)
+    distances = [rows[0].size, *(c for _, c in begin.terms)]
+    return None if all(d % vector(kernel) == 0 for d in distances) else begin
 
 
 def _unconditional(value: Expr) -> list[Expr]:

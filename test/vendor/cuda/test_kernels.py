@@ -73,11 +73,15 @@ def outputs(kernel: Kernel, x: torch.Tensor, m: int, scan: bool) -> list[torch.T
     return [torch.zeros(x.numel() if scan else m, dtype=p.dtype) for p in kernel.params[1:]]
 
 
-def odd_rows(dtype: torch.dtype, m: int = 5, n: int = 17003, offset: int = 0) -> Kernel:
-    """x / max(x) of each row, and whether it is above 0: rows of no whole number of vectors, from an offset."""
+def odd_rows(
+    dtype: torch.dtype, m: int = 5, n: int = 17003, offset: int = 0, apart: int | None = None
+) -> Kernel:
+    """x / max(x) of each row, and whether it is above 0: rows that lie somewhere, by default one behind the
+    other."""
     i, r = Var("i", m), Var("r", n)
     at = ix.of(i) * n + ix.of(r)
-    x, top = ex.cast(load("x", at + offset, dtype), torch.float32), Expr("ref", ("top",), torch.float32)
+    place = at + offset if apart is None else ix.of(i) * apart + ix.of(r) + offset
+    x, top = ex.cast(load("x", place, dtype), torch.float32), Expr("ref", ("top",), torch.float32)
     body = (
         Reduce(("top",), "max", x),
         Store("y", at, ex.cast(x / top, dtype)),
@@ -94,6 +98,18 @@ def test_rows_that_begin_at_no_whole_vector(dtype: torch.dtype, offset: int, con
     x = torch.randn(5 * 17003 + offset).to(dtype)
     y, above = torch.full((2, x.numel() - offset), 7.0).to(dtype)[0], torch.zeros(x.numel() - offset).bool()
     agree(kernel, [x, y, above], (), config, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("n, apart, offset", [(17008, 17011, 0), (17003, 17008, 0), (17008, 17040, 3)])
+def test_rows_apart_that_begin_or_end_at_no_whole_vector(n: int, apart: int, offset: int, config: Config) -> None:
+    kernel = odd_rows(torch.float32, n=n, apart=apart, offset=offset)
+    assert tiles.choose_tile(kernel).begin is not None
+    x, y = torch.randn(5 * apart + offset), torch.zeros(5 * n)
+    agree(kernel, [x, y, y.bool()], (), config, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_of_whole_vectors_are_plain(config: Config) -> None:
+    assert tiles.choose_tile(odd_rows(torch.float32, n=17008, apart=17040, offset=16)).begin is None
 
 
 def test_rows_of_a_buffer_that_begins_at_no_whole_vector(
