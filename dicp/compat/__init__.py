@@ -13,7 +13,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor  # type: ignore[attr-defined]
+from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
+    _empty_strided_cpu,
+    _empty_strided_cuda,
+    _reinterpret_tensor,
+)
 from torch._guards import detect_fake_mode as _detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _in_kernel
@@ -135,8 +139,11 @@ def promoted_dtypes(kind: str, *operands: object) -> tuple[torch.dtype, torch.dt
 
 
 _Sizes = tuple[int, ...]
-empty_strided_cpu: Callable[[_Sizes, _Sizes, torch.dtype], torch.Tensor] = _empty_strided_cpu
-"""An uninitialised CPU tensor (shape, strides, dtype), by the shortest path there is: torch's function."""
+_Empty = Callable[[_Sizes, _Sizes, torch.dtype], torch.Tensor]
+empty_strided_cpu: _Empty = _empty_strided_cpu
+empty_strided_cuda: _Empty = _empty_strided_cuda
+"""An uninitialised tensor (shape, strides, dtype) on the CPU, or on the current GPU, by torch's shortest way
+to one."""
 
 
 def tensors_from_handles(handles: Iterable[int]) -> list[torch.Tensor]:
