@@ -1,6 +1,6 @@
-"""What cuda_graph gives to libraries, all by way of aten: cuBLAS, cuDNN, the attention kernels torch ships,
-CUB's sorts,
-and torch's generator for random numbers (so that a seed means what it means under eager).
+"""What cuda_graph gives to libraries, all by way of aten: cuBLAS, cuDNN, cuFFT, cuSOLVER, the attention
+kernels torch ships, CUB's sorts, and torch's generator for random numbers (so that a seed means what it means
+under eager).
 
 Products write into planned memory; the others allocate. Interpreted on CPU tensors, the same calls run there.
 """
@@ -33,6 +33,12 @@ LIBRARY = {
     "product": "_int_mm _addmm_activation _scaled_mm _grouped_mm",
     "pooling": "max_pool2d_with_indices_backward",
     "sort": "sort topk",
+    "selection": "kthvalue median nanmedian mode histc",
+    "transform": "_fft_c2c _fft_c2r _fft_r2c",
+    "linear algebra": """linalg_cholesky_ex linalg_eig linalg_eigh _linalg_eigh linalg_inv_ex linalg_lu
+        linalg_lu_factor_ex linalg_lu_solve linalg_qr _linalg_svd _linalg_det _linalg_slogdet _linalg_solve_ex
+        linalg_solve_triangular linalg_lstsq linalg_ldl_factor_ex linalg_ldl_solve linalg_householder_product
+        linalg_matrix_exp triangular_solve cholesky_solve cholesky_inverse ormqr geqrf""",
     "generator": """native_dropout bernoulli rand rand_like randn randn_like randint randint_like randperm
     uniform normal
         normal_functional multinomial exponential geometric cauchy log_normal poisson""",

@@ -233,8 +233,25 @@ def test_what_is_not_finite_stays_in_its_window(case: str) -> None:
             bad_x[at] = bad_grad[at] = value
             bad_x.requires_grad_()
             for xs, gs in ((bad_x, grad), (x, bad_grad)):
-                for got, eager in zip(gradients(conv, xs, gs, run), gradients(conv, xs, gs), strict=True):
-                    torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-5, equal_nan=True)
+                results = gradients(conv, xs, gs, run), gradients(conv, xs, gs), without(conv, x, grad, xs, gs)
+                for got, eager, (clean, meets) in zip(*results, strict=True):
+                    # some of oneDNN's kernels multiply it by padding, too
+                    padded = ~eager.isfinite() & ~meets
+                    expected = torch.where(padded, torch.where(got.isfinite(), clean, eager), eager)
+                    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def without(
+    conv: Any, x: torch.Tensor, grad: torch.Tensor, bad_x: torch.Tensor, bad_grad: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients without the element that is not finite, and which of their elements it takes part in."""
+    clean = [t.detach().nan_to_num(0, 0, 0) for t in (bad_x, bad_grad)]
+    marks = [
+        torch.ones_like(t) if b.isfinite().all() else (~b.isfinite()).float()
+        for t, b in ((x, bad_x), (grad, bad_grad))
+    ]
+    parts = (gradients(conv, xs.detach().requires_grad_(), gs) for xs, gs in (clean, marks))
+    return [(c, m != 0) for c, m in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("case", ["3x3 with stride", "3x3"])

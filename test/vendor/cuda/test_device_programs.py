@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_kernels.py"
-MODELS = ["llama", "resnet50"]
+MODELS = ["llama", pytest.param("resnet50", marks=pytest.mark.slow)]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the device is made by g++")
 
 
