@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="import this first, in every worker (it may register a backend); repeatable",
     )
-    p.add_argument("--device", help="where the tensors live (default: cuda for cuda_graph, else cpu)")
+    p.add_argument(
+        "--device", help="where the tensors live (default: cuda for cuda_graph unless interpreted, else cpu)"
+    )
     p.add_argument(
         "--ops", default="", metavar="REGEX", help="operators whose full name this matches (search)"
     )
@@ -86,6 +88,23 @@ def shard_of(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
+def _device(args: argparse.Namespace) -> str:
+    """Where a vendor's tensors live, unless told."""
+    from dicp.config import Config
+
+    on_gpu = args.vendor == "cuda_graph" and not args.backend and not Config.make().interpret
+    return "cuda" if on_gpu else "cpu"
+
+
+def _need(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "torch sees no CUDA GPU; DICP_CUDA_INTERPRET=1 runs the kernels of cuda_graph on CPU tensors"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: everything as it should be; 1: failures; 2: wrong options."""
     argv = sys.argv[1:] if argv is None else argv
@@ -102,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .unit import dtype_named
 
     backend = args.backend or vendors.backend_of(args.vendor)
-    device = args.device or ("cuda" if args.vendor == "cuda_graph" and not args.backend else "cpu")
+    device = args.device or _device(args)
     dtypes = tuple(d for d in args.dtypes.split(",") if d)
     for d in dtypes:
         dtype_named(d)
@@ -122,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(u.key for u in units))
         return 0
+    if not args.report:
+        _need(device)
     folder = args.resume or Path(tempfile.mkdtemp(prefix="dicp_conformance_"))
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "results.jsonl"

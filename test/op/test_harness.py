@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from dicp.conformance import __main__ as command
 from dicp.conformance import cases, docs, expected, grades, opdb, plan, tolerance
 from dicp.conformance.outcome import Outcome, Reference
 from dicp.conformance.report import Report, build, way_of
@@ -761,3 +762,13 @@ from dicp.conformance import opdb
 assert len(opdb.operators()) > 500 and "expecttest" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_without_a_gpu_the_vendor_that_needs_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = ["--vendor", "cuda_graph", "--ops", "^exp$", "--dtypes", "float32", "--samples", "1"]
+    monkeypatch.delenv("DICP_CUDA_INTERPRET", raising=False)
+    with pytest.raises(SystemExit, match="DICP_CUDA_INTERPRET=1"):
+        command.main(run)
+    monkeypatch.setenv("DICP_CUDA_INTERPRET", "1")
+    assert command.main(run) == 0
