@@ -118,8 +118,7 @@ def compile_for(
     signature |= dict.fromkeys(source.sizes, "i64" if wide else "i32")
     if source.checks:
         signature["flags"] = "*i32"
-    constants = {"INDEX": tl.int64 if wide else tl.int32} | source.constants
-    constants |= {"V": 1} if "V" in constants and not aligned else {}
+    constants = _constants(source, wide, aligned)
     signature |= dict.fromkeys(constants, "constexpr")
     hint = [["tt.divisibility", ALIGN]]
     attrs = {(k,): hint for k in range(len(source.params))} if aligned else {}
@@ -140,6 +139,12 @@ def compile_for(
             source=str(getattr(fn.fn, "__code__", fn).co_filename),
             where=source.origins,
         ) from e
+
+
+def _constants(source: Source, wide: bool, aligned: bool) -> dict[str, Any]:
+    """Of a variant: a vector is one element where some buffer begins at no whole one."""
+    single = {"V": 1} if "V" in source.constants and not aligned else {}
+    return {"INDEX": tl.int64 if wide else tl.int32} | source.constants | single
 
 
 @functools.cache
@@ -367,9 +372,7 @@ class InterpretedKernel:
         programs = self.programs(*arguments[n : n + len(self.source.sizes)])
         if programs == 0:
             return
-        constants = {"INDEX": tl.int64 if wide else tl.int32} | self.source.constants
-        if "V" in constants and any(t.data_ptr() % ALIGN for t in arguments[:n]):
-            constants["V"] = 1
+        constants = _constants(self.source, wide, not any(t.data_ptr() % ALIGN for t in arguments[:n]))
         with _interpreting, np.errstate(all="ignore"):  # the interpreter swaps functions of triton.language
             self.run[(programs,)](*arguments, **constants)
 
