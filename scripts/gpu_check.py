@@ -174,18 +174,18 @@ def first_part(report: Report, gate: Gate, workers: int) -> None:
 
 def second_part(report: Report, gate: Gate) -> None:
     """Training, and inference in float32."""
+    from dicp.bench import contestants
     from dicp.bench.run import Job
     from dicp.bench.workloads import Setting
 
-    three = ("eager", "inductor", "dicp_cuda")
-    settings = [
-        Setting("training", "bf16", device="cuda", batch=BATCH["training"]),
-        Setting("inference", "fp32", device="cuda"),
-    ]
+    settings = {
+        Setting("training", "bf16", device="cuda", batch=BATCH["training"]): contestants.ON_GPU,
+        Setting("inference", "fp32", device="cuda"): ("eager", "inductor", "dicp_cuda"),
+    }
     with gate.shut():
         rows = [
-            bench(Job("steady", name, setting, three, lock=gate.path))
-            for setting in settings
+            bench(Job("steady", name, setting, names, lock=gate.path))
+            for setting, names in settings.items()
             for name in MODELS
         ]
         wait_for(gate, rows, report.left * 0.6)
