@@ -382,18 +382,27 @@ def models_table(rows: Sequence[Found]) -> list[str]:
         mine = min((t for n, t in times.items() if n.startswith("dicp")), default=None)
         peers = min((t for n, t in times.items() if not n.startswith("dicp")), default=None)
         ratio = f"{peers / mine:.2f}" if mine and peers else str(r.get("failed", "-"))[:200]
-        lines.append([r["what"], *(times.get(n, r.get(n, {}).get("failed", "-")[:80]) for n in names), ratio])
-    return table(["ms", *names, "best peer / best dicp"], lines)
+        cells = [_time(r, n) for n in names]
+        lines.append([r["what"], *cells, ratio])
+    return table(["ms (of the GPU)", *names, "best peer / best dicp"], lines)
+
+
+def _time(row: Found, name: str) -> str:
+    found = row.get(name, {})
+    if "ms" not in found:
+        return str(found.get("failed", "-"))[:80]
+    return f"{found['ms']:.3g} ({found['device_ms']:.3g})"
 
 
 def decoding_line(rows: Sequence[Found]) -> list[str]:
     for r in rows:
         if r["what"].startswith(DECODING) and "cost" in r and "ceilings" in r:
             rate, size = r["ceilings"]["read_gb_per_s"], r["cost"]["weight_bytes"]
-            times = {n: f["ms"] for n, f in r.items() if isinstance(f, dict) and "ms" in f}
             told = [
-                f"{n} {100 * size / ms / 1e6 / rate:.0f} % ({1e3 / ms:.0f} tokens/s)"
-                for n, ms in times.items()
+                f"{n} {100 * size / f['ms'] / 1e6 / rate:.0f} % ({1e3 / f['ms']:.0f} tokens/s; "
+                f"{100 * size / f['device_ms'] / 1e6 / rate:.0f} % of the GPU's own time)"
+                for n, f in r.items()
+                if isinstance(f, dict) and "ms" in f
             ]
             return [f"Decoding, of a copy's {rate:.0f} GB/s: {', '.join(told)}", ""]
     return []

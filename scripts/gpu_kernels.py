@@ -52,7 +52,7 @@ def trace(model_name: str, phase: str, dtype: str, size: str) -> list[Any]:
     from dicp.bench import arms
     from dicp.bench.models import CASES
     from dicp.bench.workloads import DTYPES
-    from dicp.vendor.cuda_graph import CudaGraph, assemble, grouped
+    from dicp.vendor.cuda_graph import CudaGraph, assemble, gpu, grouped
 
     programs: list[Any] = []
 
@@ -66,6 +66,7 @@ def trace(model_name: str, phase: str, dtype: str, size: str) -> list[Any]:
 
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment,misc]
     CudaGraph.available = lambda self, config: None  # type: ignore[method-assign]
+    CudaGraph.machine = lambda self, config: gpu(32)  # type: ignore[method-assign]
     grouped._has_kernel = lambda: True
     assemble.assemble = keep
     case = CASES[model_name]

@@ -20,7 +20,7 @@ from dicp import vendor as vendors
 from dicp.bench import contestants, measure
 from dicp.bench.workloads import DTYPES, WORKLOADS, Call, Setting, cost
 from dicp.compiler import Compiled, observe
-from dicp.config import env_names
+from dicp.config import Config, env_names
 from dicp.vendor.base import Load
 
 KINDS = ("steady", "compile", "memory", "overhead")
@@ -72,8 +72,9 @@ def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _steady(job: Job) -> Figures:
-    """Milliseconds of a call, and how far its result is from the first contestant's; with dicp among them,
-    also what the machine can do at the most."""
+    """Milliseconds of a call, and how far its result is from the first contestant's; on a device other than
+    the CPU, what a call takes there when the host does not keep it waiting; with dicp among them, also what
+    the machine can do at the most."""
     workload = WORKLOADS[job.workload]
     found: Figures = {"cost": asdict(cost(workload, job.setting))}
     calls: dict[str, Call] = {}
@@ -94,6 +95,8 @@ def _steady(job: Job) -> Figures:
     taking = [*calls.values(), *(load.call for load in loads.values())]
     with measure.alone(job.lock):
         turns = measure.turns(taking, job.rounds, wait=job.setting.wait)
+        for name, ms in _on_device(calls, job).items():
+            found[name]["device_ms"] = ms
     if loads:
         medians = map(statistics.median, turns[len(calls) :])
         rates = {name: load.rate(ms) for (name, load), ms in zip(loads.items(), medians)}
@@ -103,6 +106,18 @@ def _steady(job: Job) -> Figures:
         quartiles = statistics.quantiles(seen, n=4)
         found[name] |= {"ms": statistics.median(seen), "ms_quartiles": [quartiles[0], quartiles[2]]}
     return found
+
+
+def _on_device(calls: dict[str, Call], job: Job) -> Figures:
+    """Median milliseconds of the device for each call, taking turns: what its host takes is hidden."""
+    if job.setting.device == "cpu":
+        return {}
+    clock = vendors.for_device(job.setting.device).clock(Config.make())
+    seen: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(job.rounds):
+        for name, call in calls.items():
+            seen[name].append(clock(call) * 1e3)  # type: ignore[arg-type]
+    return {name: statistics.median(ms) for name, ms in seen.items()}
 
 
 def _loads(job: Job) -> dict[str, Load]:

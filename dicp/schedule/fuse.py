@@ -387,7 +387,7 @@ class _Fusion:
                 contiguous |= any(ix.moves_by_one(flat, v) for v in reduced)
         if isinstance(rows, int) and rows < self.machine.threads and size > self.machine.row // 4:
             return False
-        return size <= (self.machine.row if contiguous else self.machine.column)
+        return size <= (max(self.machine.row, self.machine.shared_row) if contiguous else self.machine.column)
 
 
 def _reads(d: Def) -> list[tuple[str, Indices]]:

@@ -133,6 +133,8 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
     forwarded: dict[str, Expr] = {}
 
     def read(x: Expr) -> Expr | None:
+        if x.op == "round" and x.args[0].op == "load":  # what memory holds is rounded
+            return x.args[0] if lowered.buffers[x.args[0].args[0]].dtype == x.args[1] else None
         if x.op != "at":
             return None
         name, idx = x.args

@@ -117,7 +117,7 @@ def split_extent(
             chosen = lead
     if chosen:
         return Split(chosen, None, _lies_inside(sample, shape, extent[:chosen], buffers))
-    spare = machine.most_results * enough // max(results, 1)
+    spare = (machine.most_results if rows else machine.most_columns) * enough // max(results, 1)
     return _cut(extent, threads, min(spare, under // machine.least_piece, machine.most_pieces))
 
 

@@ -64,9 +64,11 @@ class Machine:
     lanes: float32 elements of a vector. cache_bytes: what a thread may read again at little cost.
     split_columns: elements under one result from which a reduction is split whose neighbouring results are
     contiguous. Any is split in `most_pieces` at the most, each of `least_piece` elements at the least, and
-    not into more than `most_results` times as many results, pieces counted, as are enough without splitting.
+    not into more than `most_results` times as many results, pieces counted, as are enough without splitting;
+    `most_columns` times where neighbouring results are contiguous.
     launch_bytes: what it moves in the time that one kernel more takes; kernels of one iteration space that
-    move less together become one.
+    move less together become one. shared_row: elements of a contiguous row that later phases read again from
+    a cache that all threads share, if that holds more of them than `cache_bytes` does.
     """
 
     threads: int
@@ -76,7 +78,9 @@ class Machine:
     most_pieces: int = 1 << 30
     least_piece: int = 1
     most_results: int = 16
+    most_columns: int = 16
     launch_bytes: int = 0
+    shared_row: int = 0
 
     @property
     def row(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from dicp.ir.kernel import Reduce, Scan, Statement, identity
 from dicp.vendor.cuda_graph.expression import TYPES, Dims, ExpressionWriter, Scope, host_text, literal, typed
+from dicp.vendor.cuda_graph.idioms import softmax_totals
 from dicp.vendor.cuda_graph.tiles import Tile
 
 ROW: Dims = frozenset("xr")  # the dims of a whole tile
@@ -28,6 +29,7 @@ class Accumulators:
         self.tile, self.writer = tile, writer
         self.maxima = _softmax_maxima(body) if tile.contiguous and not tile.persistent else {}
         self.beside = {m.refs[0] for m in self.maxima.values()}
+        self.declared: set[str] = set()
 
     # -- a row in registers ----------------------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class Accumulators:
         kept = self._where_live(value, literal(-math.inf, dtype), inside)
         top, sums = _accumulator(most), _accumulator(total)
         for name, start in ((top, -math.inf), (sums, 0.0)):
-            before.lines.append(f"{name} = tl.full([X, R // 8], {literal(start, dtype)}, {TYPES[dtype]})")
+            self._declare(name, f"tl.full([X, R // 8], {literal(start, dtype)}, {TYPES[dtype]})", before)
         note = f"  # {total.note}" if total.note else ""
         inside.lines.append(f"{top}, {sums} = d.grow_softmax({top}, {sums}, {kept}){note}")
 
@@ -118,7 +120,8 @@ class Accumulators:
         ]
 
     def _add_position(self, kind: str, acc: str, kept: str, inside: Scope, before: Scope) -> None:
-        before.lines.append(f"{acc}_at = tl.broadcast_to(tl.arange(0, R)[None, :].to(tl.int64), [X, R])")
+        places = "tl.broadcast_to(tl.arange(0, R)[None, :].to(tl.int64), [X, R])"
+        self._declare(f"{acc}_at", places, before)
         better, sign = self.writer.fresh("t"), ">" if kind == "argmax" else "<"
         inside.lines += [
             f"{better} = ({kept} {sign} {acc}) | (({kept} != {kept}) & ({acc} == {acc}))",
@@ -188,7 +191,13 @@ class Accumulators:
         return name
 
     def _start(self, name: str, value: str, dtype: torch.dtype, before: Scope, dims: Dims = ROW) -> None:
-        before.lines.append(f"{name} = tl.full({self.writer.shape(dims)}, {value}, {TYPES[dtype]})")
+        self._declare(name, f"tl.full({self.writer.shape(dims)}, {value}, {TYPES[dtype]})", before)
+
+    def _declare(self, name: str, value: str, before: Scope) -> None:
+        """An accumulator, before the first of the loops that add to it."""
+        if name not in self.declared:
+            self.declared.add(name)
+            before.lines.append(f"{name} = {value}")
 
     def _finish(self, s: Reduce | Scan, text: str, scope: Scope) -> None:
         """Name a result; one of a bool reduction becomes bool again."""
@@ -208,18 +217,11 @@ class Accumulators:
 
 
 def _softmax_maxima(body: Sequence[Statement]) -> dict[str, Reduce]:
-    """By the names of sums of exp(x - m): the maximum m of the same x, one sum for each."""
+    """By the names of sums of exp_below(x, m): the maximum m of the same x, one sum for each."""
     maxima = {s.refs[0]: s for s in body if isinstance(s, Reduce) and s.kind == "max"}
-    found: dict[str, Reduce] = {}
-    for s in body:
-        if not (isinstance(s, Reduce) and s.kind == "sum" and s.value.op == "exp"):
-            continue
-        away = s.value.args[0]
-        if away.op == "sub" and away.args[1].op == "ref":
-            most = maxima.get(away.args[1].args[0])
-            if most is not None and most.value == away.args[0]:
-                found[s.refs[0]] = maxima.pop(most.refs[0])
-    return found
+    short = [s for s in body if isinstance(s, Reduce) and s.value.op == "exp_below"]
+    totals = softmax_totals([*maxima.values(), *short]).items()
+    return {total: maxima.pop(m) for total, (_, m) in totals if m in maxima}
 
 
 def _accumulator(s: Reduce) -> str:

@@ -28,7 +28,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import Runner
-from dicp.schedule.defs import Buffer, Call, View
+from dicp.schedule.defs import Buffer, Call, View, views
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import codegen
 from dicp.vendor.cuda_graph.expression import host_text
@@ -37,6 +37,7 @@ from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim
 from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 
 MAX_WORKERS = 8
+ALONE = 2  # launch.ALONE, which importing Triton is not worth
 
 
 @dataclass
@@ -70,7 +71,9 @@ def emit_all(program: Program, config: Any) -> dict[str, Source | Template]:
     out: dict[str, Source | Template] = {}
     for launch in program.launches:
         if launch.kernel.digest not in out:
-            out[launch.kernel.digest] = codegen.emit(launch.kernel, config.interpret)
+            out[launch.kernel.digest] = codegen.emit(
+                launch.kernel, config.interpret, exact=config.numerics == "eager"
+            )
     for call in program.library_calls:
         for made in template_launches(call):
             out.setdefault(made.template.digest, made.template)
@@ -130,6 +133,8 @@ class DeviceRunner(Runner):
         self.sources, self.kernels, self.interpret = sources, kernels, config.interpret
         self.views: dict[torch.dtype, str] = {}
         self.checks = list(self.lowered.checks)
+        self.began = False  # whether a kernel of ours has been launched, whatever sizes are
+        self.constant = self._constant()
         self.raise_checks: Callable[[], None] | None = None
         self.globals |= {
             "window": compat.window,
@@ -138,6 +143,18 @@ class DeviceRunner(Runner):
             # torch.empty_strided takes three times as long, which hundreds of results of a training step show
             "empty_strided": compat.empty_strided_cpu if config.interpret else compat.empty_strided_cuda,
         }
+
+    def _constant(self) -> set[str]:
+        """Inputs that nothing in the program writes; an extern writes where it likes."""
+        written = set[str]()
+        for item in self.program.items:
+            if isinstance(item, Launch):
+                written |= item.writes
+            else:
+                written |= {b.name for b in item.outputs if b is not None}
+                written |= set() if item.claim else {v.buffer.name for v in views((item.args, item.kwargs))}
+        roots = {self.plan.find(n) for n in written}
+        return {b.name for b in self.lowered.inputs if isinstance(b, Buffer)} - roots
 
     @property
     def anchor(self) -> int | None:
@@ -215,6 +232,7 @@ class DeviceRunner(Runner):
             )
         head = [] if self.interpret else ["index", "stream"]
         self.lines.append(f"{source.name}({', '.join(head + args)})")
+        self.began |= not source.sizes
 
     def templates(self, call: Call) -> None:
         """The launches of a call that templates serve, and the scratch memory that they share."""
@@ -227,6 +245,9 @@ class DeviceRunner(Runner):
             self.globals[source.name] = self.kernels[source.digest]
             windows = [v for v in made.operands if v is not None]
             args = [self._wide_of([*(v.span for v in windows), made.scratch])]
+            early = made.ahead is None or self._may_be_read_ahead(made.operands[made.ahead])
+            if not (early or self.interpret):
+                args = [f"({args[0]}) + {ALONE}"]
             for v in made.operands:
                 if v is None:
                     args.append("scratch" if self.interpret else "scratch.data_ptr()")
@@ -234,8 +255,14 @@ class DeviceRunner(Runner):
                     args.append(self._pointed(v))
             head = [] if self.interpret else ["index", "stream"]
             self.line(f"{source.name}({', '.join([*head, *args, *source.sizes])})", call.note)
+            self.began |= not source.sizes
         if scratch is not None:
             self.lines.append("del scratch")
+
+    def _may_be_read_ahead(self, v: View | None) -> bool:
+        """Whether memory may be read before the kernel before is known to have ended: nothing in the program
+        writes there, and what came before the program has ended before one of its kernels went on."""
+        return v is not None and self.began and self.plan.find(v.buffer.name) in self.constant
 
     def _pointed(self, v: View) -> str:
         """A window as the launch takes it: its address, interpreted a tensor there."""

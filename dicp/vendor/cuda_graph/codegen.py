@@ -17,17 +17,21 @@ from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.vendor.cuda_graph.accumulate import Accumulators
 from dicp.vendor.cuda_graph.expression import NO_DIMS, TYPES, Dims, ExpressionWriter, Scope, host_text
-from dicp.vendor.cuda_graph.module import INDENT, Source, kernel_text
-from dicp.vendor.cuda_graph.tiles import Blocks, Tile, choose_blocks, choose_tile, row_has_tail
+from dicp.vendor.cuda_graph.idioms import shortened
+from dicp.vendor.cuda_graph.module import INDENT, WAIT, Source, kernel_text
+from dicp.vendor.cuda_graph.tiles import Blocks, Tile, choose_blocks, choose_tile, has_tail, row_has_tail
 from dicp.vendor.cuda_graph.vectors import Walk, narrowest
 
 UPDATES = {"add": "{} + {}", "mul": "{} * {}", "max": "d.maximum({}, {})", "min": "d.minimum({}, {})"}
 BOOL_UPDATES = {"add": "{} | {}", "mul": "{} & {}", "max": "{} | {}", "min": "{} & {}"}
 
 
-def emit(kernel: Kernel, interpreted: bool = False) -> Source:
-    """A kernel as a Triton module. Raises nothing: every kernel IR construct has a form."""
+def emit(kernel: Kernel, interpreted: bool = False, exact: bool = False) -> Source:
+    """A kernel as a Triton module; `exact`: each operation as eager rounds it. Raises nothing: every kernel
+    IR construct has a form."""
     plain = replace(canonical(kernel), origins=kernel.origins)
+    if not exact:
+        plain = replace(plain, body=shortened(plain.body))
     name = f"{kernel.name}_{kernel.digest[:8]}"
     tile = choose_tile(plain, interpreted)
     blocks = choose_blocks(plain, tile, interpreted)
@@ -46,7 +50,7 @@ class _KernelWriter:
             dims |= {a.var: frozenset(key) for a in axes}
         if tile.begin is not None:  # what a place has of a row depends on where the row begins
             dims |= {a.var: frozenset("xr") for a in tile.r}
-        live = {"x": "live_x"} | ({"y": "live_y"} if tile.form == "plane" else {})
+        live = {k: f"live_{k}" for k, axes, block in _outer(tile, blocks) if has_tail(axes, block)}
         if tile.r and row_has_tail(tile, blocks):
             live["r"] = "live_r"
         self.writer = ExpressionWriter(dims, self._shape, live)
@@ -65,7 +69,8 @@ class _KernelWriter:
     def function(self) -> list[str]:
         args = [p.name for p in self.kernel.params] + [v.name for v in self.kernel.sizes]
         args += ["flags"] if self.checks else []
-        constants = ["INDEX", *(k.upper() for k in self.order), *([] if self.tile.begin is None else ["V"])]
+        constants = ["INDEX", "PDL", *(k.upper() for k in self.order)]
+        constants += [] if self.tile.begin is None else ["V"]
         args += [f"{c}: tl.constexpr" for c in constants]
         body = self._positions()
         if self.tile.form == "rows":
@@ -78,7 +83,7 @@ class _KernelWriter:
 
     def _positions(self) -> list[str]:
         t = self.tile
-        out = ["program = tl.program_id(0).to(INDEX)"]
+        out = [WAIT, "program = tl.program_id(0).to(INDEX)"]
         if t.form == "plane":
             nx, ny = self._count(Tile.extent(t.x), "X"), self._count(Tile.extent(t.y), "Y")
             out += [
@@ -100,13 +105,11 @@ class _KernelWriter:
         return f"(({host_text(extent)} + {block} - 1) // {block})"
 
     def _limit(self, dim: str, axes: tuple[Axis, ...]) -> list[str]:
-        return [f"live_{dim} = {dim} < {host_text(Tile.extent(axes))}"]
+        """The mask of a tile dim, if it has one."""
+        return [f"live_{dim} = {dim} < {host_text(Tile.extent(axes))}"] if dim in self.writer.live else []
 
     def _r_positions(self) -> list[str]:
-        return [
-            *(self._limit("r", self.tile.r) if "r" in self.writer.live else []),
-            *_apart("r", self.tile.r),
-        ]
+        return [*self._limit("r", self.tile.r), *_apart("r", self.tile.r)]
 
     # -- stores ----------------------------------------------------------------------------------------------
 
@@ -227,25 +230,46 @@ class _KernelWriter:
         return out
 
     def _phase(self, mine: list[Statement], phase: int, outer: Scope) -> None:
-        inside = Scope(outer, provides=self.inner | frozenset(self.scans))
         stores = [s for s in mine if isinstance(s, Store)]
-        for s in self._with_scans(mine):
-            if isinstance(s, Scan):
-                self.accumulators.scan_step(s, phase, inside, outer)
-            elif isinstance(s, Reduce):
-                self.accumulators.add(s, inside, outer)
-        self._stores(stores, inside)
-        steps = f"range(0, {host_text(Tile.extent(self.tile.r))}, R)"
-        head = ["r = start + tl.arange(0, R)[None, :].to(INDEX)", *self._r_positions()]
-        if (walk := self.writer.walk) is not None:
-            steps, head = walk.steps, walk.head()
-        outer.lines += [
-            f"for start in {steps}:",
-            *(INDENT + line for line in [*head, *inside.lines]),
-        ]
+        statements = self._with_scans(mine)
+        live = self.writer.live
+        for loop, whole in self._loops():
+            if whole:
+                self.writer.live = {k: v for k, v in live.items() if k != "r"}
+            inside = Scope(outer, provides=self.inner | frozenset(self.scans))
+            head = self._step_positions()
+            for s in statements:
+                if isinstance(s, Scan):
+                    self.accumulators.scan_step(s, phase, inside, outer)
+                elif isinstance(s, Reduce):
+                    self.accumulators.add(s, inside, outer)
+            self._stores(stores, inside)
+            outer.lines += [loop[0], *(INDENT + line for line in [*loop[1:], *head, *inside.lines])]
+            self.writer.live = live
         for s in mine:
             if isinstance(s, Reduce):
                 self.accumulators.result(s, outer)
+
+    def _loops(self) -> list[tuple[list[str], bool]]:
+        """The loops over a row: their first lines, and whether all places of their tiles are elements. The
+        steps at the ends of the row, where they are not, have a loop of their own."""
+        extent, walk = Tile.extent(self.tile.r), self.writer.walk
+        if walk is not None:
+            return [([f"for start in {walk.whole_steps}:"], True), (walk.steps_at_ends, False)]
+        if "r" not in self.writer.live:
+            return [([f"for start in range(0, {host_text(extent)}, R):"], True)]
+        if not isinstance(extent, int):
+            return [([f"for start in range(0, {host_text(extent)}, R):"], False)]
+        whole = f"{extent} // R * R"
+        return [
+            ([f"for start in range(0, {whole}, R):"], True),
+            ([f"for start in range({whole}, {extent}, R):"], False),
+        ]
+
+    def _step_positions(self) -> list[str]:
+        if self.writer.walk is not None:
+            return self.writer.walk.head(whole="r" not in self.writer.live)
+        return ["r = start + tl.arange(0, R)[None, :].to(INDEX)", *self._r_positions()]
 
     def _with_scans(self, mine: list[Statement]) -> list[Statement]:
         """The statements of a pass, with the scans of earlier passes whose values it reads again."""
@@ -264,6 +288,11 @@ class _KernelWriter:
             need(s)
         by_id = {id(s): s for s in self.kernel.body}
         return [by_id[k] for k in wanted]
+
+
+def _outer(tile: Tile, blocks: Blocks) -> list[tuple[str, tuple[Axis, ...], int]]:
+    """The dims of a tile but r: name, axes, elements."""
+    return [("x", tile.x, blocks.x), *([("y", tile.y, blocks.y)] if tile.form == "plane" else [])]
 
 
 def _apart(line: str, axes: tuple[Axis, ...]) -> list[str]:

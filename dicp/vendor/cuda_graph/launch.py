@@ -48,6 +48,8 @@ POINTERS = {
 }
 WIDE = 1 << 30  # elements from which positions take 64 bits (a last tile may reach beyond the end)
 ALIGN = 16  # bytes: one vector access
+WIDE_POSITIONS, ALONE = 1, 2
+"""How a launch is: with positions of 64 bits; not before all that comes before has ended."""
 log = logging.getLogger("dicp")
 _loading = threading.Lock()
 _interpreting = threading.Lock()
@@ -70,6 +72,8 @@ class Source(Protocol):
     def warps(self) -> int: ...
     @property
     def stages(self) -> int | None: ...
+    @property
+    def registers(self) -> int | None: ...
     @property
     def checks(self) -> bool: ...
     @property
@@ -118,7 +122,7 @@ def compile_for(
     signature |= dict.fromkeys(source.sizes, "i64" if wide else "i32")
     if source.checks:
         signature["flags"] = "*i32"
-    constants = _constants(source, wide, aligned)
+    constants = _constants(source, wide, aligned) | {"PDL": waits_itself(target)}
     signature |= dict.fromkeys(constants, "constexpr")
     hint = [["tt.divisibility", ALIGN]]
     attrs = {(k,): hint for k in range(len(source.params))} if aligned else {}
@@ -126,6 +130,7 @@ def compile_for(
         attrs |= {(len(source.params) + k,): hint for k in range(len(source.sizes))}
     options = {"num_warps": source.warps, "enable_fp_fusion": fusion}
     options |= {} if source.stages is None else {"num_stages": source.stages}
+    options |= {} if source.registers is None else {"maxnreg": source.registers}
     try:
         return triton.compile(
             ASTSource(fn, signature, constants, attrs),
@@ -144,7 +149,13 @@ def compile_for(
 def _constants(source: Source, wide: bool, aligned: bool) -> dict[str, Any]:
     """Of a variant: a vector is one element where some buffer begins at no whole one."""
     single = {"V": 1} if "V" in source.constants and not aligned else {}
-    return {"INDEX": tl.int64 if wide else tl.int32} | source.constants | single
+    return {"INDEX": tl.int64 if wide else tl.int32, "PDL": False} | source.constants | single
+
+
+def waits_itself(target: GPUTarget) -> bool:
+    """Whether a kernel can be launched while the one before it runs, and waits for it by itself
+    ("programmatic dependent launch")."""
+    return bool(target.arch >= 90)
 
 
 @functools.cache
@@ -190,10 +201,10 @@ class Driver:
 
     @property
     def launch_address(self) -> int | None:
-        """That of cuLaunchKernel, where it is native code."""
+        """That of cuLaunchKernelEx, where the driver has it, as native code."""
         try:
-            return ctypes.cast(self.launch_kernel, ctypes.c_void_p).value
-        except (TypeError, ctypes.ArgumentError):  # a stand-in's method
+            return ctypes.cast(self.library.cuLaunchKernelEx, ctypes.c_void_p).value
+        except (AttributeError, TypeError, ctypes.ArgumentError):  # CUDA 11.7 and before; a stand-in's method
             return None
 
     def enter(self, device: int) -> None:
@@ -246,8 +257,9 @@ def driver() -> Driver:
 class Launcher:
     """One compiled binary on one device: fills the argument slots and launches."""
 
-    def __init__(self, compiled: Any, arguments: int, drv: Driver, device: int) -> None:
+    def __init__(self, compiled: Any, arguments: int, drv: Driver, device: int, waits: bool = False) -> None:
         meta = compiled.metadata
+        self.waits = waits
         self.driver, self.name, self.device = drv, meta.name, device
         self.launch = drv.launch_kernel
         self.function = drv.load(compiled.kernel, meta.name, meta.shared, device)
@@ -260,9 +272,10 @@ class Launcher:
         self.lock = threading.Lock()
 
     @property
-    def binary(self) -> tuple[int, int, int, int]:
-        """The function's handle, threads of a program, bytes of shared memory, parameters."""
-        return self.function.value or 0, self.threads, self.shared, self.total
+    def binary(self) -> tuple[int, int, int, int, bool]:
+        """The function's handle, threads of a program, bytes of shared memory, parameters, whether it waits
+        for the kernel before by itself."""
+        return self.function.value or 0, self.threads, self.shared, self.total, self.waits
 
     def __call__(self, programs: int, stream: int, arguments: Sequence[int]) -> None:
         with self.lock:
@@ -283,7 +296,8 @@ def hidden_parameters(ptx: str, name: str, arguments: int) -> int:
 
 
 class GpuKernel:
-    """A kernel as the program calls it: kernel(device, stream, wide, pointers.., sizes..)."""
+    """A kernel as the program calls it: kernel(device, stream, how, pointers.., sizes..), how:
+    WIDE_POSITIONS, ALONE, or the sum of them."""
 
     def __init__(
         self,
@@ -317,7 +331,7 @@ class GpuKernel:
         if self.native is not None:
             self.native.note(*key[:3], *launcher.binary)
 
-    def __call__(self, device: int, stream: int, wide: bool, *arguments: int) -> None:
+    def __call__(self, device: int, stream: int, how: int, *arguments: int) -> None:
         n, programs, low, whole = self.n_pointers, self.always, 0, False
         for p in arguments[:n]:
             low |= p
@@ -326,7 +340,7 @@ class GpuKernel:
             programs, whole = self.programs(*sizes), not any(s % ALIGN for s in sizes)
         if programs == 0:
             return
-        key = (device, not low % ALIGN, wide, whole)
+        key = (device, not low % ALIGN, bool(how & WIDE_POSITIONS), whole)
         launcher = self.launchers.get(key)
         if launcher is None:
             launcher = self.prepare(*key)
@@ -336,14 +350,14 @@ class GpuKernel:
         self, device: int, aligned: bool = True, wide: bool = False, round_sizes: bool = False
     ) -> Launcher:
         """Compile (Triton's cache keeps what another process compiled) and load."""
-        compiled = compile_for(
-            self.source, self.fn, self.find_target(device), aligned, wide, round_sizes, self.fusion
-        )
+        target = self.find_target(device)
+        compiled = compile_for(self.source, self.fn, target, aligned, wide, round_sizes, self.fusion)
         with self.lock:
             key = (device, aligned, wide, round_sizes)
             if key not in self.launchers:
                 count = self.n_pointers + len(self.source.sizes) + self.source.checks
-                self.launchers[key] = Launcher(compiled, count, self.find_driver(), device)
+                waits = waits_itself(target)
+                self.launchers[key] = Launcher(compiled, count, self.find_driver(), device, waits)
                 self._note(key, self.launchers[key])
             return self.launchers[key]
 
@@ -401,7 +415,7 @@ def try_alone(fn: Any, example: dict[str, Any]) -> None:
     tensors = [make(dtype, n) for dtype, n, _ in example["buffers"]]
     extra = [torch.zeros(64, dtype=torch.int32, device="cuda")] if example["flags"] else []
     arguments = (*tensors, *example["sizes"], *extra)
-    options = dict(example["constants"], INDEX=tl.int32, num_warps=example["warps"])
+    options = dict(example["constants"], INDEX=tl.int32, PDL=False, num_warps=example["warps"])
     options |= {"num_stages": example["stages"]} if "stages" in example else {}
 
     def once() -> None:

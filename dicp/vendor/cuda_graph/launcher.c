@@ -1,4 +1,4 @@
-/* Calls cuLaunchKernel for kernels whose grid does not vary, with Python ints as arguments and the GIL released: what
+/* Calls cuLaunchKernelEx for kernels whose grid does not vary, with Python ints as arguments and the GIL released: what
    launch.GpuKernel does, without Python in it. What it does not know goes to that. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -7,30 +7,53 @@
 #include <structmember.h>
 
 enum { DEVICES = 16, PARAMETERS = 128, HEAD = 3 };
+enum { WIDE = 1, ALONE = 2 }; /* how a launch is: with wide positions; not before all that comes before has ended */
 
-typedef int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
-                             void**);
+/* As cuda.h has them: CUlaunchAttribute and CUlaunchConfig. */
+typedef struct {
+  int id;
+  char padding[8 - sizeof(int)];
+  union {
+    int allowed;
+    char all[64];
+  } value;
+} Attribute;
+
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  Attribute* attributes;
+  unsigned count;
+} Configuration;
+
+enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+
+typedef int (*launch_kernel)(const Configuration*, void*, void**, void**);
 
 typedef struct {
   void* function;
   unsigned threads, shared;
   Py_ssize_t parameters; /* arguments, and scratch memory behind them that is null */
+  int waits;             /* by itself, for the kernel before: it may be launched while that one runs */
 } Variant;
 
 typedef struct {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   launch_kernel launch;
-  PyObject* slow; /* kernel(device, stream, wide, *arguments), which also makes variants and says what failed */
+  PyObject* slow; /* kernel(device, stream, how, *arguments), which also makes variants and says what failed */
   Py_ssize_t pointers, arguments;
   unsigned programs;
   Variant variants[DEVICES][2][2]; /* by device, aligned pointers, wide positions */
 } Kernel;
 
 /* The variant that a call is for, and its arguments; NULL, perhaps with an error set, where that is not known. */
-static const Variant* variant_of(Kernel* kernel, PyObject* const* values, Py_ssize_t count, int64_t* arguments) {
+static const Variant* variant_of(Kernel* kernel, PyObject* const* values, Py_ssize_t count, int64_t* arguments,
+                                 long* how) {
   if (count != HEAD + kernel->arguments) return NULL;
   const long device = PyLong_AsLong(values[0]);
+  *how = PyLong_AsLong(values[2]);
+  if (*how == -1 && PyErr_Occurred()) return NULL;
   if (device < 0 || device >= DEVICES) return NULL;
   int64_t low = 0;
   for (Py_ssize_t i = 0; i < kernel->arguments; ++i) {
@@ -38,7 +61,7 @@ static const Variant* variant_of(Kernel* kernel, PyObject* const* values, Py_ssi
     if (arguments[i] == -1 && PyErr_Occurred()) return NULL;
     if (i < kernel->pointers) low |= arguments[i];
   }
-  const Variant* variant = &kernel->variants[device][low % 16 == 0][PyObject_IsTrue(values[2]) == 1];
+  const Variant* variant = &kernel->variants[device][low % 16 == 0][*how & WIDE];
   return variant->function != NULL ? variant : NULL;
 }
 
@@ -46,7 +69,8 @@ static PyObject* kernel_call(PyObject* self, PyObject* const* values, size_t nar
   Kernel* kernel = (Kernel*)self;
   int64_t arguments[PARAMETERS];
   void* parameters[PARAMETERS];
-  const Variant* variant = names ? NULL : variant_of(kernel, values, PyVectorcall_NARGS(nargsf), arguments);
+  long how = 0;
+  const Variant* variant = names ? NULL : variant_of(kernel, values, PyVectorcall_NARGS(nargsf), arguments, &how);
   if (variant != NULL) {
     void* stream = PyLong_AsVoidPtr(values[1]);
     for (Py_ssize_t i = 0; i < variant->parameters; ++i) {
@@ -54,10 +78,13 @@ static PyObject* kernel_call(PyObject* self, PyObject* const* values, size_t nar
       parameters[i] = &arguments[i];
     }
     if (!PyErr_Occurred()) {
+      Attribute early = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value.allowed = 1};
+      const Configuration configuration = {{kernel->programs, 1, 1}, {variant->threads, 1, 1},
+                                           variant->shared,          stream,
+                                           &early,                   variant->waits && !(how & ALONE)};
       int code;
       Py_BEGIN_ALLOW_THREADS
-      code = kernel->launch(variant->function, kernel->programs, 1, 1, variant->threads, 1, 1, variant->shared, stream,
-                            parameters, NULL);
+      code = kernel->launch(&configuration, variant->function, parameters, NULL);
       Py_END_ALLOW_THREADS
       if (code == 0) Py_RETURN_NONE;
     }
@@ -66,19 +93,19 @@ static PyObject* kernel_call(PyObject* self, PyObject* const* values, size_t nar
   return PyObject_Vectorcall(kernel->slow, values, nargsf, names);
 }
 
-/* note(device, aligned, wide, function, threads, shared, parameters): from now on this is launched. Others go on to
+/* note(device, aligned, wide, function, threads, shared, parameters, waits): from now on this is launched. Others go on to
    Python: more parameters than PARAMETERS, devices beyond DEVICES. */
 static PyObject* kernel_note(PyObject* self, PyObject* args) {
   long long device, parameters;
-  int aligned, wide;
+  int aligned, wide, waits;
   unsigned threads, shared;
   PyObject* function;
-  if (!PyArg_ParseTuple(args, "LppOIIL", &device, &aligned, &wide, &function, &threads, &shared, &parameters))
+  if (!PyArg_ParseTuple(args, "LppOIILp", &device, &aligned, &wide, &function, &threads, &shared, &parameters, &waits))
     return NULL;
   void* address = PyLong_AsVoidPtr(function);
   if (address == NULL && PyErr_Occurred()) return NULL;
   if (device >= 0 && device < DEVICES && parameters <= PARAMETERS)
-    ((Kernel*)self)->variants[device][aligned][wide] = (Variant){address, threads, shared, (Py_ssize_t)parameters};
+    ((Kernel*)self)->variants[device][aligned][wide] = (Variant){address, threads, shared, (Py_ssize_t)parameters, waits};
   Py_RETURN_NONE;
 }
 
@@ -107,7 +134,7 @@ static PyMemberDef kernel_members[] = {
 };
 
 static PyMethodDef kernel_methods[] = {
-    {"note", kernel_note, METH_VARARGS, "note(device, aligned, wide, function, threads, shared, parameters)"},
+    {"note", kernel_note, METH_VARARGS, "note(device, aligned, wide, function, threads, shared, parameters, waits)"},
     {NULL, NULL, 0, NULL},
 };
 

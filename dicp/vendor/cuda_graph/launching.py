@@ -29,7 +29,7 @@ def _module() -> Any:
 def native(
     launch_address: int, slow: Callable[..., None], pointers: int, arguments: int, programs: int
 ) -> Any:
-    """kernel(device, stream, wide, *arguments) for a grid of so many programs, of which the first arguments
+    """kernel(device, stream, how, *arguments) for a grid of so many programs, of which the first arguments
     are addresses; `slow` is called in its place for variants that it was not told by `note`, and where a
     launch fails. None where it cannot be had."""
     module = _module()

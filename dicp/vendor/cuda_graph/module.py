@@ -12,6 +12,8 @@ from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.tiles import Blocks, Tile
 
 INDENT = "    "
+WAIT = "d.grid_wait(PDL)"
+"""Where a kernel that is launched early waits for the one before it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Source:
     @property
     def warps(self) -> int:
         return self.blocks.warps
+
+    @property
+    def registers(self) -> int | None:
+        return self.blocks.registers
 
     @property
     def grid(self) -> str:

@@ -73,7 +73,7 @@ def plans(
     widest: columns of a tile at the most."""
     out = []
     if few and m <= MAX_ROWS:
-        out += [_few_rows(m, n, k, batch, along_k), _few_rows(m, n, k, batch, along_k, wide=True)]
+        out += [_few_rows(m, n, k, batch, dtype, along_k, wide) for wide in (False, True)]
     if m <= 64:
         height = 16 if m <= 16 else 32 if m <= 32 else 64
         step = 32 if dtype == torch.float32 else 64
@@ -92,11 +92,20 @@ def _count(plan: Plan, m: int, n: int, batch: int) -> int:
     return batch * rows * -(-n // plan.n)
 
 
-def _few_rows(m: int, n: int, k: int, batch: int, along_k: bool, wide: bool = False) -> Plan:
-    step = (512 if along_k else 64) // (2 if m > 2 else 1)
-    columns = (16 if along_k else 64) // (1 if wide else 2)
-    while along_k and columns > 2 and batch * n < 2 * columns * multiprocessors():
-        columns //= 2  # rather than parts along k, which a second kernel adds
+def _few_rows(
+    m: int, n: int, k: int, batch: int, dtype: torch.dtype, along_k: bool, wide: bool = False
+) -> Plan:
+    """On an H200, in bfloat16, a row by weights of 4096x4096, 11008x4096 and 4096x11008 takes 10.5, 23.7 and
+    23.4 us with 4 columns and 1,024 terms a step, 12.3, 27.5 and 29.6 with 8 and 512."""
+    if not along_k:
+        columns, step = (64 if wide else 32), 64 // (2 if m > 2 else 1)
+    else:
+        columns, step = (8, 512) if wide else (4, 1024)
+        step //= (2 if m > 2 else 1) * (2 if dtype == torch.float32 else 1)
+        while step > 128 and k % step and k < 4 * step:
+            step //= 2
+        while columns > 2 and batch * n < 2 * columns * multiprocessors():
+            columns //= 2  # rather than parts along k, which a second kernel adds
     return _split(Plan("rows", m, columns, step, stages=4), m, n, k, batch)
 
 

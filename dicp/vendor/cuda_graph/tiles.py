@@ -18,7 +18,7 @@ import torch
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
-from dicp.ir.kernel import Axis, Kernel, Store, expressions
+from dicp.ir.kernel import Axis, Kernel, Reduce, Store, expressions
 from dicp.vendor.cuda_graph import vectors
 
 PERSISTENT = 16384  # elements of a row kept in registers
@@ -31,13 +31,20 @@ COLUMNS, COLUMN_TILE = 64, 8192
 """Columns of a tile in such a loop, and its elements, 32 a thread. On an H100, 65,536x1,024 elements of
 bfloat16 are read at 87 % of a copy's bandwidth so; with tiles of half that height, in four times as many
 parts, at 67 %, with tiles of 256 columns at 72 %."""
-ROW_TILE = 1024
-"""Elements of a tile of whole rows, 16 a thread. On an H100 softmax of rows of 1,024 reads and writes at 97 %
-of a copy's bandwidth so, at 89 % with twice the elements and half of them a thread."""
+LINE_TILE, ROW_TILE = 1024, 1024
+"""Elements of a tile of a line, 8 a thread, and of whole rows, 16 a thread;"""
+SLIGHT = 4
+"""twice as many, 16 a thread, where an element moves so few bytes: an H200 begins no more than 0.8 programs
+a nanosecond. GELU of bfloat16 reads and writes there at 97 % of a copy's bandwidth with 2,048 elements, at
+79 with 1,024; softmax and layer norm of rows of 1,024 at 97 and 79 as well."""
+ROW_WARPS, LONG_ROW = 8, 8192
+"""Warps of a tile of one row, up to so many elements, and twice as many beyond. On an H200 moments and
+argmax of rows of 8,192 in bfloat16 read at 98 and 85 % of a copy's bandwidth with 8 warps, at 79 and 71 with
+16."""
 LOOP_ROW, LONG_LOOP_ROW = 2048, 8192
-"""Elements of a row that one step of a loop takes; of one taken by whole vectors. On an H100, softmax of rows
-of 32,000 in bfloat16 reads and writes at 55 and 79 % of a copy's bandwidth, log_softmax of 50,257, element by
-element, at 46 and 37 %."""
+"""Elements of a row that one step of a loop takes; of one taken by whole vectors. On an H200, softmax of rows
+of 32,000 in bfloat16 reads and writes at 62 and 82 % of a copy's bandwidth."""
+REGISTERS = 1 << 16  # of a multiprocessor
 PLANE_SIDE = 16  # a transposition pays from this many elements along both axes
 ATOMIC = {
     "add": (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16),
@@ -73,13 +80,14 @@ class Tile:
 @dataclass(frozen=True)
 class Blocks:
     """Tile sizes (powers of two; y and r are 1 where the form has no such dim), elements of a vector (1 where
-    rows begin at whole ones), and warps of a launch."""
+    rows begin at whole ones), warps of a launch, and registers of a thread at the most."""
 
     x: int
     y: int = 1
     r: int = 1
     v: int = 1
     warps: int = 4
+    registers: int | None = None
 
 
 # -- the form ------------------------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
         side = 32 if wide >= 4 else 64
         return Blocks(side, side, warps=4 if side == 32 else 8)
     if tile.form == "line":
-        size = 1024 if wide <= 4 else 512
+        size = LINE_TILE * (2 if _moved(kernel) <= SLIGHT else 1) // (1 if wide <= 4 else 2)
         while size > 128 and x // size < 264:  # two programs for each of 132 multiprocessors
             size //= 2
         return Blocks(min(size, _power_of_two(x)), warps=4 if size >= 512 else 2 if size >= 256 else 1)
@@ -182,10 +190,30 @@ def choose_blocks(kernel: Kernel, tile: Tile, interpreted: bool = False) -> Bloc
         whole = tile.begin is not None or isinstance(extent, int) and extent % (16 // narrow) == 0
         step = LONG_LOOP_ROW if whole and extent >= 2 * LONG_LOOP_ROW else LOOP_ROW  # type: ignore[operator]
         v = 1 if tile.begin is None else vectors.vector(kernel)
-        return Blocks(1, r=step, v=v, warps=step // 256)
+        return Blocks(1, r=step, v=v, warps=step // 256, registers=_registers(kernel, step // 256))
     r = _power_of_two(extent)  # type: ignore[arg-type]
-    rows = max(1, min(ROW_TILE // r, 32, _power_of_two(max(1, x // 264))))
-    return Blocks(rows, r=r, warps=max(1, min(16, rows * r // 512)))
+    several = ROW_TILE * (2 if _moved(kernel) <= SLIGHT else 1) // r
+    rows = max(1, min(several, 32, _power_of_two(max(1, x // 264))))
+    most = ROW_WARPS * (1 if r <= LONG_ROW else 2)
+    return Blocks(rows, r=r, warps=max(1, min(most, rows * r // 512)))
+
+
+def _registers(kernel: Kernel, warps: int) -> int | None:
+    """A softmax waits for its row twice: a second program of 32 warps has something to do meanwhile, if the
+    registers are enough for both. log_softmax of 50,257 reads and writes at 78 % of a copy's bandwidth so on
+    an H200, at 68 where one alone takes more; where there is no softmax they would not suffice."""
+    softmax = any(isinstance(s, Reduce) and s.value.op == "exp_below" for s in kernel.body)
+    return REGISTERS // (2 * 32 * warps) if softmax and warps == 32 else None
+
+
+def _moved(kernel: Kernel) -> int:
+    """Bytes read and written for a point of the whole iteration space; what a row alone has is not
+    counted."""
+    size = {p.name: p.dtype.itemsize for p in kernel.params}
+    loads = [e.args[:2] for s in kernel.body for e in expressions(s) if e.op == "load"]
+    stores = [(s.buffer, s.index) for s in kernel.body if isinstance(s, Store)]
+    whole = [a for a in (*loads, *stores) if all(ix.depends(a[1], axis.var) for axis in kernel.axes)]
+    return sum(size[name] for name, _ in dict.fromkeys(whole))
 
 
 def _column_blocks(kernel: Kernel, tile: Tile, x: int) -> Blocks:
@@ -216,7 +244,12 @@ def _interpreted_blocks(tile: Tile, x: int) -> Blocks:
     return Blocks(max(1, min(part, (1 << 18) // r)), r=r)
 
 
+def has_tail(axes: tuple[Axis, ...], block: int) -> bool:
+    """Whether the last tile along axes may reach beyond their end."""
+    extent = Tile.extent(axes)
+    return not isinstance(extent, int) or extent <= 0 or extent % block != 0
+
+
 def row_has_tail(tile: Tile, blocks: Blocks) -> bool:
-    """Whether the last tile of a row may reach beyond its end."""
-    extent = Tile.extent(tile.r)
-    return tile.begin is not None or not isinstance(extent, int) or extent <= 0 or extent % blocks.r != 0
+    """Whether the last tile of a row may."""
+    return tile.begin is not None or has_tail(tile.r, blocks.r)

@@ -10,8 +10,9 @@ writes it an element at a time. Instead the loop walks from the last whole vecto
 
 Vectors of 16 bytes that reach into the row are read whole: memory that is there at all is there by 16 bytes,
 so that it does not matter if one ends beyond its buffer. Vectors within the row are written whole, and the
-elements at its two ends one by one, in the first and the last steps of the loop. V counts elements of the
-narrowest buffer; it is 1, and all of this plain, where a buffer begins at no whole vector.
+elements at its two ends one by one. That is in the first and the last steps, which have a loop of their own:
+all others need no masks. V counts elements of the narrowest buffer; it is 1, and all of this plain, where a
+buffer begins at no whole vector.
 """
 
 from __future__ import annotations
@@ -121,19 +122,28 @@ class Walk:
         return [f"row = {begin}", "first = row // V * V", "lead = row - first"]
 
     @property
-    def steps(self) -> str:
-        return f"range(0, {self.extent} + V - 1, R)"
+    def whole_steps(self) -> str:
+        """The starts of steps whose places are all in the row."""
+        return f"range(R, {self.extent} - R + 1, R)"
 
-    def head(self) -> list[str]:
-        """Of a step: the element of each place, which of them there are, and which lie in vectors within the
-        row."""
+    @property
+    def steps_at_ends(self) -> list[str]:
+        """The loop over those at the ends of the row: the first step, and what is left."""
+        rest = f"{self.extent} // R * R"
         return [
-            "at = start + tl.arange(0, R)[None, :].to(INDEX)",
-            "r = at - lead",
-            f"{self.r.var} = r",
+            f"for end in range(0, 1 + ({self.extent} + V - 2) // R - {self.extent} // R + 1):",
+            f"start = tl.where(end == 0, 0, {rest} + (end - 1) * R)",
+        ]
+
+    def head(self, whole: bool) -> list[str]:
+        """Of a step: the element of each place, which of them there are, and which lie in vectors within the
+        row; whole: all."""
+        positions = ["at = start + tl.arange(0, R)[None, :].to(INDEX)", "r = at - lead", f"{self.r.var} = r"]
+        masks = [
             f"live_r = (r >= 0) & (r < {self.extent})",
             f"whole_r = (at // V * V >= lead) & (at // V * V + V <= lead + {self.extent})",
         ]
+        return positions + ([] if whole else masks)
 
     def read(self, live: str, itemsize: int) -> str:
         """The condition of a load, given that of its elements: vectors that begin in the row, or reach into
@@ -143,9 +153,10 @@ class Walk:
         return live.replace("live_r", f"(at // {v} * {v} < lead + {self.extent})")
 
     def store(self, where: str, value: str, live: str) -> list[str]:
+        if "live_r" not in live:
+            return [f"tl.store({where}, {value}{f', mask={live}' if live else ''})"]
         return [
             f"tl.store({where}, {value}, mask={live.replace('live_r', 'whole_r')})",
             "if V > 1:",
-            f"    if (start == 0) | (start + R > {self.extent}):",
-            f"        tl.store({where}, {value}, mask={live} & (whole_r == 0))",
+            f"    tl.store({where}, {value}, mask={live} & (whole_r == 0))",
         ]

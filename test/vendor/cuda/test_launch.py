@@ -77,26 +77,42 @@ class FakeLibrary:
         return 1
 
 
+class Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
+
+
 class NativeLibrary(FakeLibrary):
-    """The same, whose cuLaunchKernel is native code to who calls it."""
+    """The same, which has a cuLaunchKernelEx as well: native code to who calls it."""
 
     def __init__(self) -> None:
         super().__init__()
-        number, pointer = ctypes.c_uint, ctypes.c_void_p
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[number] * 7, pointer, pointer, pointer)
-        self.parameters, self.streams = 0, list[int]()
+        pointer = ctypes.c_void_p
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Configuration), pointer, pointer, pointer)
+        self.parameters, self.streams, self.early = 0, list[int](), list[bool]()
 
-        def record(function: Any, *given: Any) -> int:
-            *sizes, stream, arguments, _ = given
+        def record(configuration: Any, function: Any, arguments: Any, _: Any) -> int:
             if not self.context:
                 return 201
+            how = configuration.contents
             places = (ctypes.c_void_p * self.parameters).from_address(arguments)
             found = [ctypes.c_uint64.from_address(p).value for p in places]
-            self.launches.append((tuple(sizes[:3]), sizes[3], found))
-            self.streams.append(stream)
+            self.launches.append((tuple(how.grid), how.block[0], found))
+            self.streams.append(how.stream)
+            words = (ctypes.c_int * 3).from_address(how.attributes)
+            assert (words[0], words[2]) == (6, 1)  # programmatic stream serialization: allowed
+            self.early.append(how.count == 1)
             return self.code
 
-        self.cuLaunchKernel = kind(record)  # type: ignore[method-assign, assignment]
+        self.cuLaunchKernelEx = kind(record)
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         function._obj.value = 77
@@ -221,6 +237,15 @@ def test_a_grid_that_does_not_vary_is_launched_without_python(native: Any) -> No
     assert grid[1:] == (1, 1) and grid[0] > 1 and threads % 32 == 0
     assert words[:2] == [1 << 40, 8192] and others[:2] == [4096, 8192]
     assert len(words) > 2 and not any(words[2:])  # scratch memory behind the arguments
+
+
+def test_a_kernel_is_launched_while_the_one_before_runs_unless_told_to_be_alone(native: Any) -> None:
+    call, library, slow = native
+    for how in (False, 0, launch.ALONE, launch.WIDE_POSITIONS, launch.WIDE_POSITIONS | launch.ALONE):
+        call(0, 5, how, 4096, 8192)
+    assert slow == [0] and library.early == [True, True, False, False]  # wide ones are made by Python first
+    call(0, 5, launch.WIDE_POSITIONS, 4096, 8192)
+    assert library.early[-1] and len(library.launches) == 6
 
 
 def test_variants_that_it_does_not_know_are_made_and_then_known(native: Any) -> None:

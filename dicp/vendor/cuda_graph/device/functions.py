@@ -20,6 +20,18 @@ def exp2(x):
 
 
 @triton.jit
+def exp2_fast(x):
+    """2**x of a float32 within 2 units of the last place; 0 where that is no normal number."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def reciprocal_fast(x):
+    """1 / x of a float32 within a unit of the last place; 0 where that is no normal number."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
 def expm1(x):
     return libdevice.expm1(x)
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dicp.vendor.cuda_graph.device.arithmetic import maximum, minimum
-from dicp.vendor.cuda_graph.device.functions import exp
+from dicp.vendor.cuda_graph.device.idioms import exp_below
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def groups_max(x):
 def groups_sum_exp(x, base):
     """Sums of exp(x - base) over eight neighbours each."""
     groups = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
-    return tl.reduce(exp(groups - base[:, :, None]), 2, add)
+    return tl.reduce(exp_below(groups, base[:, :, None]), 2, add)
 
 
 @triton.jit
@@ -92,12 +92,12 @@ def grow_softmax(top, total, x):
     """The maxima of groups of places and their sums of exp(x - maximum), with a tile more."""
     new = maximum(top, groups_max(x))
     base = exponent_base(new)
-    return new, total * exp(top - base) + groups_sum_exp(x, base)
+    return new, total * exp_below(top, base) + groups_sum_exp(x, base)
 
 
 @triton.jit
 def row_softmax(top, total):
     """The sum of exp(x - maximum) over rows, of those of their groups; as eager's, NaN where all are -inf."""
     most = row_max(top)
-    found = row_sum(total * exp(top - exponent_base(most)))
+    found = row_sum(total * exp_below(top, exponent_base(most)))
     return tl.where(most == float("-inf"), float("nan"), found)

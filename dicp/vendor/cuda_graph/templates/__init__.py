@@ -17,7 +17,7 @@ from dicp.ir.kernel import Param
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph.expression import host_text
-from dicp.vendor.cuda_graph.module import INDENT, module_text
+from dicp.vendor.cuda_graph.module import INDENT, WAIT, module_text
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Template:
     stages: int | None
     origins: tuple[str, ...]
     checks: bool = False
+    registers: int | None = None
 
     @property
     def digest(self) -> str:
@@ -42,11 +43,13 @@ class Template:
 
 @dataclass(frozen=True)
 class Launched:
-    """A template and the windows on memory that its pointers stand for; None: scratch of `scratch` floats."""
+    """A template and the windows on memory that its pointers stand for; None: scratch of `scratch` floats.
+    ahead: the operand of which it reads before it has waited for the kernel before."""
 
     template: Template
     operands: tuple[View | None, ...]
     scratch: Index = 0
+    ahead: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,13 @@ def make(
 ) -> Template:
     """The module of a template.
 
-    params: name, dtype, written, elements. extents: what `body` and `grid` are made of.
+    params: name, dtype, written, elements. extents: what `body` and `grid` are made of. A body that does not
+    say where it waits for the kernel before (WAIT) begins with that.
     """
+    body = body if WAIT in body else [WAIT, *body]
     sizes = size_names(*extents)
     made = tuple(Param(name, dtype, written) for name, dtype, written, _ in params)
-    heads = [*(p.name for p in made), *sizes, *(f"{c}: tl.constexpr" for c in ("INDEX", *constants))]
+    heads = [*(p.name for p in made), *sizes, *(f"{c}: tl.constexpr" for c in ("INDEX", "PDL", *constants))]
     kinds = " ".join(str(p.dtype) for p in made)
     key = "\n".join([*body, *heads, kinds, str(constants), str(warps), str(stages), grid])
     name = f"{stem}_{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}"

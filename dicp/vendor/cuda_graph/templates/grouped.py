@@ -132,10 +132,10 @@ class _Writer(Writer):
     def _end(self) -> str:
         return "end" if self.p.axis == "k" else super()._end
 
-    def _steps(self) -> tuple[str, bool]:
+    def _steps(self) -> tuple[str, str, bool]:
         if self.p.axis == "k":
-            return "for start in range(begin, end, BK):", True
-        return "for start in range(0, stop, BK):", super()._steps()[1]
+            return "begin", "end", True
+        return "0", "stop", super()._steps()[2]
 
 
 __all__ = ["Axis", "Grouped", "kernels"]

@@ -5,8 +5,9 @@
 Two forms. `tile`: a program computes a tile of the result on the tensor cores; programs follow each other
 down groups of rows of tiles, so that what they read of b is still in L2. `rows`: for up to MAX_ROWS rows,
 where reading b is all the time there is; a program multiplies rows of a into the columns it reads, without
-tensor cores. Either may be split along k where there are fewer tiles than multiprocessors: partial sums go to
-scratch memory, and a second kernel adds them, in a fixed order, and does the rest.
+tensor cores, and asks for the next before it does. Either may be split along k where there are fewer tiles
+than multiprocessors: partial sums go to scratch memory, and a second kernel adds them, in a fixed order, and
+does the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.schedule.defs import View
 from dicp.vendor.cuda_graph.expression import TYPES, host_text
-from dicp.vendor.cuda_graph.module import INDENT
+from dicp.vendor.cuda_graph.module import INDENT, WAIT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
 
 MAX_ROWS = 4
@@ -38,8 +39,8 @@ ACTIVATIONS = {
     "sigmoid": ("y = d.sigmoid(y)",),
     "tanh": ("y = d.tanh(y)",),
     "silu": ("y = y * d.sigmoid(y)",),
-    "gelu": ("y = y * 0.5 * (1 + d.erf(y * 0.7071067811865476))",),
-    "gelu_tanh": ("y = y * 0.5 * (1 + d.tanh(0.7978845608028654 * (y + 0.044715 * y * y * y)))",),
+    "gelu": ("y = y * 0.5 * d.one_plus_erf(y * 0.7071067811865476)",),
+    "gelu_tanh": ("y = y * 0.5 * d.one_plus_tanh(0.7978845608028654 * (y + 0.044715 * y * y * y))",),
 }
 
 
@@ -160,7 +161,8 @@ class Writer:
             plan.warps,
             plan.stages,
         )
-        return Launched(template, tuple(views), _scratch(p, plan) if plan.split > 1 else 0)
+        scratch = _scratch(p, plan) if plan.split > 1 else 0
+        return Launched(template, tuple(views), scratch, ahead=1 if plan.form == "rows" else None)
 
     # -- which part of the result ------------------------------------------------------------------------
 
@@ -206,18 +208,18 @@ class Writer:
     def _z(self) -> str:
         return "z" if self.p.batch != 1 else "0"
 
-    def _steps(self) -> tuple[str, bool]:
-        """(the loop over k, whether its last step may reach beyond the end)"""
+    def _steps(self) -> tuple[str, str, bool]:
+        """(where a program's steps along k begin, and end, whether the last may reach beyond all of them)"""
         k, block, split = self.p.k, self.plan.k, self.plan.split
         if split == 1:
-            return f"for start in range(0, {host_text(k)}, BK):", not isinstance(k, int) or k % block != 0
+            return "0", host_text(k), not isinstance(k, int) or k % block != 0
         if isinstance(k, int):
             chunk = -(-k // (block * split)) * block
             self.lines.append(f"begin = part * {chunk}")
-            return f"for start in range(begin, begin + {chunk}, BK):", chunk * split != k
+            return "begin", f"begin + {chunk}", chunk * split != k
         whole = block * split
         self.lines.append(f"chunk = ({host_text(k)} + {whole - 1}) // {whole} * BK")
-        return "for start in range(part * chunk, (part + 1) * chunk, BK):", True
+        return "part * chunk", "(part + 1) * chunk", True
 
     def _live(self, name: str, extent: Index, block: int, position: str) -> str | None:
         """The mask of a tile dim, named, where its last tile may reach beyond the end."""
@@ -243,7 +245,7 @@ class Writer:
         p, plan = self.p, self.plan
         live_m, live_n = self._positions()
         self.lines.append("acc = tl.full([BM, BN], 0.0, tl.float32)")
-        loop, tail = self._steps()
+        begin, end, tail = self._steps()
         live_k = "live_k" if tail else None
         inside = [
             "k = (start + tl.arange(0, BK)).to(INDEX)",
@@ -251,7 +253,7 @@ class Writer:
             *self._loads(live_m, live_n, live_k),
             f'acc = d.dot(left, right, acc, "{p.precision}")',
         ]
-        self.lines += [loop, *(INDENT + line for line in inside)]
+        self.lines += [f"for start in range({begin}, {end}, BK):", *(INDENT + line for line in inside)]
         live = {"m": "live_m[:, None]"} if live_m else {}
         live |= {"n": "live_n[None, :]"} if live_n else {}
         if plan.split > 1:
@@ -283,17 +285,24 @@ class Writer:
         assert isinstance(p.m, int)
         live_n = self._live("n", p.n, self.plan.n, "n")
         self.lines += [f"acc{m} = tl.full([BN, BK], 0.0, tl.float32)" for m in range(p.m)]
-        loop, tail = self._steps()
+        begin, end, tail = self._steps()
+        limit = f" & (following < {host_text(p.k)})" if tail else ""
         live_k = f"(k < {host_text(p.k)})" if tail else None
-        where = p.b.at(self._z, "k", "n", full=True)
-        inside = [
-            "k = (start + tl.arange(0, BK)[None, :]).to(INDEX)",
-            f"right = {load(where, _both(live_n, '', live_k, ''), p.b.dtype)}",
+        first = load(p.b.at(self._z, "k", "n", full=True), _both(live_n, "", live_k, ""))
+        more = _both(live_n, "", f"(following < {end}){limit}", "")
+        self.lines += [
+            f"k = ({begin} + tl.arange(0, BK)[None, :]).to(INDEX)",
+            f"right = {first}",
+            WAIT,
+            f"for start in range({begin}, {end}, BK):",
         ]
+        where = p.b.at(self._z, "following", "n", full=True)
+        inside = ["following = k + BK", f"ahead = {load(where, more)}"]
+        wide = "d.widen(right)" if p.b.dtype in ex.LOW_PRECISION else "right"
         for m in range(p.m):
             left = load(p.a.at(self._z, str(m), "k", full=True), live_k, p.a.dtype)
-            inside.append(f"acc{m} += right * {left}")
-        self.lines += [loop, *(INDENT + line for line in inside)]
+            inside.append(f"acc{m} += {wide} * {left}")
+        self.lines += [INDENT + line for line in [*inside, "k, right = following, ahead"]]
         for m in range(p.m):
             if self.plan.split > 1:
                 self._store_part(f"d.row_sum(acc{m})", str(m), "n", live_n)
