@@ -37,6 +37,7 @@ def namespace() -> types.SimpleNamespace:
             space[name] = types.FunctionType(fn.__code__, space, name, fn.__defaults__)
     space |= {n: f for n, f in _libdevice().items() if n in space and n not in ("fmod",)}
     space |= _rows() | {"widen": widen, "narrow": narrow, "dot": dot, "truth": truth}
+    space |= {"unknown": lambda n: n}
     space |= {"exp2_fast": _elementwise("exp2"), "reciprocal_fast": _elementwise("reciprocal")}
     return types.SimpleNamespace(**space)
 

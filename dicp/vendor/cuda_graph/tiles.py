@@ -34,8 +34,8 @@ parts, at 67 %, with tiles of 256 columns at 72 %."""
 LINE_TILE, ROW_TILE = 1024, 1024
 """Elements of a tile of a line, 8 a thread, and of whole rows, 16 a thread;"""
 SLIGHT = 4
-"""twice as many, 16 a thread, where an element moves so few bytes: an H200 begins no more than 0.8 programs
-a nanosecond. GELU of bfloat16 reads and writes there at 97 % of a copy's bandwidth with 2,048 elements, at
+"""twice as many, 16 a thread, where an element moves so few bytes: an H200 begins about one program a
+nanosecond. GELU of bfloat16 reads and writes there at 97 % of a copy's bandwidth with 2,048 elements, at
 79 with 1,024; softmax and layer norm of rows of 1,024 at 97 and 79 as well."""
 ROW_WARPS, LONG_ROW = 8, 8192
 """Warps of a tile of one row, up to so many elements, and twice as many beyond. On an H200 moments and

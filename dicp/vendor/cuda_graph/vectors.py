@@ -121,10 +121,10 @@ class Walk:
         """Before the loop; begin: the text of it."""
         return [f"row = {begin}", "first = row // V * V", "lead = row - first"]
 
-    @property
-    def whole_steps(self) -> str:
-        """The starts of steps whose places are all in the row."""
-        return f"range(R, {self.extent} - R + 1, R)"
+    def whole_steps(self, many: bool) -> str:
+        """The starts of steps whose places are all in the row; many: not to be unrolled as a whole."""
+        end = f"{self.extent} - R + 1"
+        return f"range(R, {f'd.unknown({end})' if many else end}, R)"
 
     @property
     def steps_at_ends(self) -> list[str]:
