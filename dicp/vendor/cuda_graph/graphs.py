@@ -4,6 +4,9 @@ The first call with given sizes runs directly, the second is captured, later one
 wrong, and what is done about it:
     inputs move       those whose address differed between the two calls are copied into static memory
                       first, the others (weights) are read in place; a late mover costs a new capture
+    inputs that are   read in place as well: a backward pass is captured once for each instance of its
+    results of        forward pass whose saved values it gets
+    another capture
     mutated inputs    a copied one is copied back after the replay
     outputs in use    results live in the graph's memory; while the caller holds those of the last replay,
                       another instance replays (at most INSTANCES), then the program runs directly
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +36,7 @@ from dicp.schedule.kernels import Launch
 log = logging.getLogger("dicp")
 
 INSTANCES = 2  # captures of the same sizes: results of one may be held while the other replays
+MAX_CAPTURES = 4  # of the same sizes, whichever results of other captures they read
 MAX_SIZES = 16  # distinct sizes captured per program
 MAX_RECAPTURES = 4  # captures again because an input moved, before all inputs are copied
 
@@ -89,9 +94,14 @@ class Instance:
 
     replay: Callable[[], None]
     static: dict[int, torch.Tensor]
+    chained: tuple[int, ...]  # the addresses of inputs that are results of other captures
     results: Any
     tensors: list[torch.Tensor] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)  # users of each result when nobody holds it
+
+
+RESULTS: weakref.WeakValueDictionary[int, Instance] = weakref.WeakValueDictionary()
+"""By address, the captures that results there belong to."""
 
 
 @dataclass
@@ -101,6 +111,7 @@ class Sizes:
     addresses: dict[int, int]  # of the inputs read in place, by position
     copied: set[int]
     pool: Any
+    chained: list[int] = field(default_factory=list)  # inputs that are results of other captures
     instances: list[Instance] = field(default_factory=list)
     recaptures: int = 0
 
@@ -204,8 +215,11 @@ class Graphed:
             return self.call(args)
         moved = {k for k, at in known.addresses.items() if args[k].data_ptr() != at}
         if moved:
-            self._copy_from_now_on(known, moved)
-        instance = self._idle_instance(known) or self._capture(known, args, device)
+            self._find_out(known, moved, args)
+        chained = tuple(args[k].data_ptr() for k in known.chained)
+        if any(at not in RESULTS for at in chained):  # what is a capture's otherwise is not this time
+            return self.call(args)
+        instance = self._idle_instance(known, chained) or self._capture(known, chained, args, device)
         return self._replay(instance, args) if instance is not None else self.call(args)
 
     def _remember(self, key: Any, place: tuple[int, int], args: list[Any], device: torch.device) -> None:
@@ -215,6 +229,16 @@ class Graphed:
         addresses = {k: args[k].data_ptr() for k in self.tensors if k not in elsewhere}
         self.sizes[key] = Sizes(addresses, elsewhere, self.pools[place])
 
+    def _find_out(self, known: Sizes, moved: set[int], args: list[Any]) -> None:
+        """Inputs are not where they were: results of captures come to a few places, others to any."""
+        results = {k for k in moved if args[k].data_ptr() in RESULTS}
+        if moved - results:
+            self._copy_from_now_on(known, moved - results)
+        if results - known.copied:
+            known.instances.clear()
+            known.chained = sorted({*known.chained, *results} - known.copied)
+            known.addresses = {k: at for k, at in known.addresses.items() if k not in results}
+
     def _copy_from_now_on(self, known: Sizes, moved: set[int]) -> None:
         known.recaptures += bool(known.instances)
         known.instances.clear()
@@ -222,15 +246,21 @@ class Graphed:
             moved = set(self.tensors)
         known.copied |= moved
         known.addresses = {k: at for k, at in known.addresses.items() if k not in known.copied}
+        known.chained = [k for k in known.chained if k not in known.copied]
 
-    def _idle_instance(self, known: Sizes) -> Instance | None:
+    def _idle_instance(self, known: Sizes, chained: tuple[int, ...]) -> Instance | None:
         for instance in known.instances:
-            if [self.backend.users(t) for t in instance.tensors] == instance.idle:
+            users = [self.backend.users(t) for t in instance.tensors]
+            if instance.chained == chained and users == instance.idle:
                 return instance
         return None
 
-    def _capture(self, known: Sizes, args: list[Any], device: torch.device) -> Instance | None:
-        if len(known.instances) >= INSTANCES:
+    def _capture(
+        self, known: Sizes, chained: tuple[int, ...], args: list[Any], device: torch.device
+    ) -> Instance | None:
+        known.instances = [i for i in known.instances if all(at in RESULTS for at in i.chained)]
+        alike = sum(instance.chained == chained for instance in known.instances)
+        if alike >= INSTANCES or len(known.instances) >= MAX_CAPTURES:
             return None
         static = {
             k: torch.empty_strided(args[k].shape, args[k].stride(), dtype=args[k].dtype, device=device)
@@ -251,13 +281,14 @@ class Graphed:
         given_at = {id(a): k for k, a in enumerate(given) if isinstance(a, torch.Tensor)}
         kept = [Given(given_at[id(r)]) if id(r) in given_at else r for r in _flat(results)]
         in_place = {given[k].untyped_storage().data_ptr() for k in self.tensors if k not in static}
-        made = Instance(replay, static, kept)
+        made = Instance(replay, static, chained, kept)
         made.tensors = [
             t for t in kept if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in in_place
         ]
         del results
         made.idle = [self.backend.users(t) for t in made.tensors]
         known.instances.append(made)
+        RESULTS.update((t.data_ptr(), made) for t in made.tensors)
         return made
 
     def _replay(self, instance: Instance, args: list[Any]) -> Any:

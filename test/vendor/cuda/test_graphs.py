@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.captures, self.replays, self.stream, self.fail = 0, 0, 7, False
+        self.kept: list[torch.Tensor] = []  # a graph only knows where its inputs were
 
     def place(self, device: torch.device) -> tuple[int, int]:
         return 0, self.stream
@@ -34,6 +37,9 @@ class FakeCuda:
         if self.fail:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captures += 1
+        given = inspect.getclosurevars(run).nonlocals.get("given", [])
+        given[:] = [g.detach() if isinstance(g, torch.Tensor) else g for g in given]
+        self.kept += [g for g in given if isinstance(g, torch.Tensor)]
         results = run()
         weak = [r.detach() for r in results]  # the graph's own memory
 
@@ -46,7 +52,8 @@ class FakeCuda:
         return replay, results
 
     def users(self, t: torch.Tensor) -> int:
-        return compat.storage_users(t)
+        mine = sum(k.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for k in self.kept)
+        return compat.storage_users(t) - mine
 
 
 def program(
@@ -110,6 +117,78 @@ def test_held_results_are_never_overwritten(cuda: FakeCuda) -> None:
         kept.append(call([x, w])[0][:2])  # a view keeps them too
     assert [int(r[0]) for r in kept] == list(range(6))
     assert cuda.captures == graphs.INSTANCES
+
+
+def forward(args: list[Any]) -> tuple[Any, ...]:
+    (x,) = args
+    args.clear()
+    return x.sum().reshape(1), x * 2
+
+
+def backward(args: list[Any]) -> tuple[Any, ...]:
+    saved, grad = args
+    args.clear()
+    return (saved * grad,)
+
+
+@pytest.fixture
+def steps(cuda: FakeCuda) -> tuple[Any, Any]:
+    """A forward and a backward pass; the second takes what the first has saved."""
+    return (
+        graphs.capturing(forward, program([buffer("x")]), cuda),
+        graphs.capturing(backward, program([buffer("saved"), buffer("grad")]), cuda),
+    )
+
+
+def test_what_a_captured_forward_pass_saves_is_read_in_place(steps: tuple[Any, Any], cuda: FakeCuda) -> None:
+    first, second = steps
+    x, alive = torch.zeros(4), []
+    for k in range(6):
+        x.fill_(k)
+        saved = first([x])[1]
+        alive.append(torch.full((4,), float(k + 1)))  # a gradient comes from anywhere
+        (got,) = second([saved, alive[-1]])
+        assert torch.equal(got, 2 * x * (k + 1))
+        del saved, got
+    (known,) = second.graphed.sizes.values()
+    assert known.copied == {1} and known.chained == [0]
+    assert len(known.instances) == 1 and cuda.captures == 2 and cuda.replays == 10
+
+
+def test_each_forward_instance_has_a_backward_of_its_own(steps: tuple[Any, Any], cuda: FakeCuda) -> None:
+    """Two passes forward, then two back, as where gradients of two batches add up."""
+    first, second = steps
+    x, grad = torch.zeros(4), torch.full((4,), 3.0)
+    for k in range(5):
+        saved = []
+        for j in range(3):  # one more than there are instances: the last runs directly
+            x.fill_(10 * k + j)
+            saved.append(first([x])[1])
+        for j, s in enumerate(saved):
+            assert torch.equal(second([s, grad])[0], torch.full((4,), 6.0 * (10 * k + j)))
+        del saved, s
+    (known,) = second.graphed.sizes.values()
+    assert known.chained == [0] and not known.copied
+    assert len({instance.chained for instance in known.instances}) == len(known.instances) == 2
+
+
+def test_captures_of_one_size_are_few(steps: tuple[Any, Any], cuda: FakeCuda) -> None:
+    _, second = steps
+    grad, others = torch.ones(4), []
+    for k in range(8):
+        one = graphs.capturing(forward, program([buffer("x")]), cuda)
+        others.append(one)
+        x = torch.full((4,), float(k))
+        for _ in range(3):
+            saved = one([x])[1]
+            assert torch.equal(second([saved, grad])[0], 2 * x)
+            del saved
+    (known,) = second.graphed.sizes.values()
+    assert len(known.instances) == graphs.MAX_CAPTURES
+    others.clear()
+    del one
+    gc.collect()
+    assert not any(i.chained[0] in graphs.RESULTS for i in known.instances)  # their memory is gone
 
 
 def test_mutated_input_is_copied_back(cuda: FakeCuda) -> None:
