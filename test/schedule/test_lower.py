@@ -389,12 +389,17 @@ def test_the_vendor_says_what_there_is_to_occupy(monkeypatch: pytest.MonkeyPatch
     rows = compiled(lambda x: x - x.sum(1, keepdim=True), (64, 1024)).launches
     assert len(rows) == 1  # 4 KiB: a row may be read again
     assert len(compiled(lambda x: x - x.sum(1, keepdim=True), (64, 1025)).launches) == 2
+    shared = Machine(threads=8, cache_bytes=1 << 12, shared_row=2000)
+    monkeypatch.setattr(Kernels, "machine", lambda self, config: shared)
+    for n, kernels in ((1025, 1), (2001, 2)):
+        assert len(compiled(lambda x: x - x.sum(1, keepdim=True), (64, n)).launches) == kernels
+    assert len(compiled(lambda x: x - x.sum(0, keepdim=True), (1025, 64)).launches) == 2  # no row of neighbours
 
 
 def test_columns_are_cut_until_there_are_enough_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of many threads: each piece of 8,192 columns is 8,192 results more to write and read. Pieces
     may be parts of a second dim."""
-    many = Machine(threads=32, lanes=64, split_columns=512, most_pieces=256, least_piece=64, most_results=4)
+    many = Machine(32, lanes=64, split_columns=512, most_pieces=256, least_piece=64, most_columns=4)
     monkeypatch.setattr(Kernels, "machine", lambda self, config: many)
     for shape, parts, rows in (
         ((8192, 8192), [16], [512]),

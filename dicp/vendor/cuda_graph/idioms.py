@@ -25,13 +25,18 @@ PLUS_ONE = {"erf": "one_plus_erf", "tanh": "one_plus_tanh"}
 
 def shortened(body: Sequence[Statement]) -> tuple[Statement, ...]:
     """A kernel's body with these combinations in it."""
-    maxima = {s.refs[0] for s in body if isinstance(s, Reduce) and s.kind == "max"}
-    return tuple(rewrite_body(body, _shorter(maxima, softmax_totals(body)), lambda index: index))
+    short = _shorter(_maxima(body), softmax_totals(body))
+    return tuple(rewrite_body(body, short, lambda index: index))
+
+
+def _maxima(body: Iterable[Statement]) -> dict[str, Expr]:
+    """What the maxima of rows are of, by their names."""
+    return {s.refs[0]: s.value for s in body if isinstance(s, Reduce) and s.kind == "max"}
 
 
 def softmax_totals(body: Iterable[Statement]) -> dict[str, tuple[Expr, str]]:
     """By the names of sums of exp(x - m), m the maximum of the same x: x, and the name of m."""
-    maxima = {s.refs[0]: s.value for s in body if isinstance(s, Reduce) and s.kind == "max"}
+    maxima = _maxima(body)
     found: dict[str, tuple[Expr, str]] = {}
     for s in body:
         if isinstance(s, Reduce) and s.kind == "sum" and (parts := _difference(s.value)) is not None:
@@ -52,11 +57,13 @@ def _difference(e: Expr) -> tuple[Expr, str] | None:
     return (x, m.args[0]) if m.op == "ref" else None
 
 
-def _shorter(maxima: set[str], totals: dict[str, tuple[Expr, str]]) -> Callable[[Expr], Expr | None]:
+def _shorter(
+    maxima: dict[str, Expr], totals: dict[str, tuple[Expr, str]]
+) -> Callable[[Expr], Expr | None]:
     def one(e: Expr) -> Expr | None:
         if e.dtype != torch.float32:
             return None
-        if e.op == "exp" and (parts := _difference(e)) is not None and parts[1] in maxima:
+        if e.op == "exp" and (parts := _difference(e)) is not None and maxima.get(parts[1]) == parts[0]:
             return Expr("exp_below", e.args[0].args, e.dtype, e.note)
         if e.op == "div" and e.args[1].op == "ref" and (parts := _difference(e.args[0])) is not None:
             if totals.get(e.args[1].args[0]) == parts:
