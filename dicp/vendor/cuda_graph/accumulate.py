@@ -102,7 +102,7 @@ class Accumulators:
         for name, start in ((top, -math.inf), (sums, 0.0)):
             self._declare(name, f"tl.full([X, R // 8], {literal(start, dtype)}, {TYPES[dtype]})", before)
         note = f"  # {total.note}" if total.note else ""
-        inside.lines.append(f"{top}, {sums} = d.grow_softmax({top}, {sums}, {kept}){note}")
+        inside.lines.append(f"{top}, {sums} = d.grow_softmax({top}, {sums}, {kept}, {_short(total)}){note}")
 
     def _add_moments(self, acc: str, value: str, dtype: torch.dtype, inside: Scope, before: Scope) -> None:
         """Welford's recurrence, one state for each place of the tile; places that are live have all seen as
@@ -133,7 +133,8 @@ class Accumulators:
         """Name the result of a reduction, after the loop."""
         kind, acc = _kind(s), _accumulator(s)
         if s.refs[0] in self.maxima:
-            self._finish(s, f"d.row_softmax({_accumulator(self.maxima[s.refs[0]])}, {acc})", scope)
+            top = _accumulator(self.maxima[s.refs[0]])
+            self._finish(s, f"d.row_softmax({top}, {acc}, {_short(s)})", scope)
         elif kind == "welford":
             mean, m2 = s.refs
             seen = f"({host_text(Tile.extent(self.tile.r))} - tl.arange(0, R)[None, :] + R - 1) // R"
@@ -217,11 +218,15 @@ class Accumulators:
 
 
 def _softmax_maxima(body: Sequence[Statement]) -> dict[str, Reduce]:
-    """By the names of sums of exp_below(x, m): the maximum m of the same x, one sum for each."""
+    """By the names of sums of exp(x - m): the maximum m of the same x, one sum for each."""
     maxima = {s.refs[0]: s for s in body if isinstance(s, Reduce) and s.kind == "max"}
-    short = [s for s in body if isinstance(s, Reduce) and s.value.op == "exp_below"]
-    totals = softmax_totals([*maxima.values(), *short]).items()
+    totals = softmax_totals(body).items()
     return {total: maxima.pop(m) for total, (_, m) in totals if m in maxima}
+
+
+def _short(total: Reduce) -> bool:
+    """Whether a softmax's exponentials have the shorter form (idioms.py)."""
+    return total.value.op == "exp_below"
 
 
 def _accumulator(s: Reduce) -> str:

@@ -35,7 +35,7 @@ def emit(kernel: Kernel, interpreted: bool = False, exact: bool = False) -> Sour
     IR construct has a form."""
     plain = replace(canonical(kernel), origins=kernel.origins)
     if not exact:
-        plain = replace(plain, body=shortened(plain.body))
+        plain = shortened(plain)
     name = f"{kernel.name}_{kernel.digest[:8]}"
     tile = choose_tile(plain, interpreted)
     blocks = choose_blocks(plain, tile, interpreted)

@@ -176,7 +176,7 @@ def _groups(x: Any) -> Any:
     return x.handle.data.reshape(x.handle.data.shape[0], -1, 8)
 
 
-def _groups_sum_exp(x: Any, base: Any) -> Any:
+def _groups_sum_exp(x: Any, base: Any, short: bool) -> Any:
     away = _groups(x) - base.handle.data[:, :, None]
     return _tensor(np.exp(away).sum(axis=2), x.dtype)
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dicp.vendor.cuda_graph.device.arithmetic import maximum, minimum
+from dicp.vendor.cuda_graph.device.functions import exp
 from dicp.vendor.cuda_graph.device.idioms import exp_below
 
 
@@ -81,23 +82,29 @@ def groups_max(x):
 
 
 @triton.jit
-def groups_sum_exp(x, base):
-    """Sums of exp(x - base) over eight neighbours each."""
-    groups = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
-    return tl.reduce(exp_below(groups, base[:, :, None]), 2, add)
+def exp_of(x, top, SHORT: tl.constexpr):
+    """exp(x - top), x not above top."""
+    return exp_below(x, top) if SHORT else exp(x - top)
 
 
 @triton.jit
-def grow_softmax(top, total, x):
+def groups_sum_exp(x, base, SHORT: tl.constexpr):
+    """Sums of exp(x - base) over eight neighbours each."""
+    groups = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+    return tl.reduce(exp_of(groups, base[:, :, None], SHORT), 2, add)
+
+
+@triton.jit
+def grow_softmax(top, total, x, SHORT: tl.constexpr):
     """The maxima of groups of places and their sums of exp(x - maximum), with a tile more."""
     new = maximum(top, groups_max(x))
     base = exponent_base(new)
-    return new, total * exp_below(top, base) + groups_sum_exp(x, base)
+    return new, total * exp_of(top, base, SHORT) + groups_sum_exp(x, base, SHORT)
 
 
 @triton.jit
-def row_softmax(top, total):
+def row_softmax(top, total, SHORT: tl.constexpr):
     """The sum of exp(x - maximum) over rows, of those of their groups; as eager's, NaN where all are -inf."""
     most = row_max(top)
-    found = row_sum(total * exp_below(top, exponent_base(most)))
+    found = row_sum(total * exp_of(top, exponent_base(most), SHORT))
     return tl.where(most == float("-inf"), float("nan"), found)

@@ -39,9 +39,14 @@ ACTIVATIONS = {
     "sigmoid": ("y = d.sigmoid(y)",),
     "tanh": ("y = d.tanh(y)",),
     "silu": ("y = y * d.sigmoid(y)",),
+    "gelu": ("y = y * 0.5 * (1 + d.erf(y * 0.7071067811865476))",),
+    "gelu_tanh": ("y = y * 0.5 * (1 + d.tanh(0.7978845608028654 * (y + 0.044715 * y * y * y)))",),
+}
+SHORT = {
     "gelu": ("y = y * 0.5 * d.one_plus_erf(y * 0.7071067811865476)",),
     "gelu_tanh": ("y = y * 0.5 * d.one_plus_tanh(0.7978845608028654 * (y + 0.044715 * y * y * y))",),
 }
+"""The same where the result is rounded to low precision (idioms.py)."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +326,8 @@ def epilogue(p: Product, z: str, m: str, n: str, live: dict[str, str]) -> list[s
         lines.append(f"y = y + {value}" if p.beta == 1 else f"y = y + {p.beta!r} * {value}")
     if p.residual is not None:
         lines.append(f"y = y + {load(p.residual.at(z, m, n), _limited(p.residual, live), p.residual.dtype)}")
-    lines += ACTIVATIONS[p.act]
+    short = SHORT if p.out.dtype in ex.LOW_PRECISION else {}
+    lines += short.get(p.act, ACTIVATIONS[p.act])
     if p.other is not None:
         lines.append(f"y = y + {load(p.other.at(z, m, n), _limited(p.other, live), p.other.dtype)}")
     kept = f"d.narrow(y, {TYPES[p.out.dtype]})" if p.out.dtype in ex.LOW_PRECISION else "y"
