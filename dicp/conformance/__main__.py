@@ -138,6 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         not args.only_grad,
     )
     units = plan.units()
+    if not units:
+        print(
+            f"no operator to run: --ops {args.ops!r} is a regular expression, searched for in full names such "
+            "as nn.functional.gelu, and --dtypes and --shard choose among them; --list shows what is chosen",
+            file=sys.stderr,
+        )
+        return 2
     if args.list:
         print("\n".join(u.key for u in units))
         return 0

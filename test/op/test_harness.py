@@ -149,6 +149,12 @@ def test_every_operator_is_planned_and_has_a_category() -> None:
     assert all(grades.category_of(o) for o in opdb.operators().values())
 
 
+def test_a_run_of_no_operator_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names with commas between them are no regular expression."""
+    assert command.main(["--vendor", "cpu_graph", "--ops", "softmax,log_softmax"]) == 2
+    assert "softmax,log_softmax" in capsys.readouterr().err
+
+
 def test_shards_are_a_partition() -> None:
     whole = plan.Plan(ops="^a").units()
     parts = [u for i in (1, 2, 3) for u in plan.Plan(ops="^a", shard=(i, 3)).units()]
