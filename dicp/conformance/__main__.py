@@ -140,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     units = plan.units()
     if not units:
         print(
-            f"no operator to run: --ops {args.ops!r} is a regular expression, searched for in full names such "
-            "as nn.functional.gelu, and --dtypes and --shard choose among them; --list shows what is chosen",
+            f"no operator to run: --ops {args.ops!r} is a regular expression, searched for in full names as "
+            "nn.functional.gelu is; --dtypes and --shard choose among them; --list shows what is chosen",
             file=sys.stderr,
         )
         return 2
