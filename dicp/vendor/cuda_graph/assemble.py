@@ -37,7 +37,6 @@ from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim
 from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 
 MAX_WORKERS = 8
-ALONE = 2  # launch.ALONE, which importing Triton is not worth
 
 
 @dataclass
@@ -236,6 +235,8 @@ class DeviceRunner(Runner):
 
     def templates(self, call: Call) -> None:
         """The launches of a call that templates serve, and the scratch memory that they share."""
+        from dicp.vendor.cuda_graph.launch import ALONE
+
         launches = template_launches(call)
         scratch = next((made.scratch for made in launches if None in made.operands), None)
         if scratch is not None:
