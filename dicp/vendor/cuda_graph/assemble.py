@@ -79,6 +79,11 @@ def emit_all(program: Program, config: Any) -> dict[str, Source | Template]:
     return out
 
 
+def _launches_surely(source: Source | Template) -> bool:
+    """Whether there are programs to launch, whatever the sizes of a call are."""
+    return not source.sizes and programs_function(source)() > 0
+
+
 def template_launches(call: Call) -> Sequence[Launched]:
     """The kernels of our own that serve a claimed call; none, where a library does."""
     return call.claim.kernels(call) if isinstance(call.claim, TemplateClaim) else ()
@@ -231,7 +236,7 @@ class DeviceRunner(Runner):
             )
         head = [] if self.interpret else ["index", "stream"]
         self.lines.append(f"{source.name}({', '.join(head + args)})")
-        self.began |= not source.sizes
+        self.began |= _launches_surely(source)
 
     def templates(self, call: Call) -> None:
         """The launches of a call that templates serve, and the scratch memory that they share."""
@@ -256,7 +261,7 @@ class DeviceRunner(Runner):
                     args.append(self._pointed(v))
             head = [] if self.interpret else ["index", "stream"]
             self.line(f"{source.name}({', '.join([*head, *args, *source.sizes])})", call.note)
-            self.began |= not source.sizes
+            self.began |= _launches_surely(source)
         if scratch is not None:
             self.lines.append("del scratch")
 

@@ -256,16 +256,21 @@ class _KernelWriter:
 
     def _loops(self) -> list[tuple[list[str], bool]]:
         """The loops over a row: their first lines, and whether all places of their tiles are elements. The
-        steps at the ends of the row, where they are not, have a loop of their own."""
+        steps at the ends of the row, where they are not, have a loop of their own, or one each where the
+        order of steps matters."""
         extent, walk = Tile.extent(self.tile.r), self.writer.walk
         many = isinstance(extent, int) and UNROLLED * self.blocks.r < extent < 1 << 31
-        if walk is not None:
-            return [([f"for start in {walk.whole_steps(many)}:"], True), (walk.steps_at_ends, False)]
         if not isinstance(extent, int) or extent < self.blocks.r:
             return [([f"for start in range(0, {host_text(extent)}, R):"], "r" not in self.writer.live)]
         whole = f"{extent} // R * R"
-        steps = f"d.unknown({whole})" if many else whole
-        loops = [([f"for start in range(0, {steps}, R):"], True)]
+        until = f"d.unknown({whole})" if many else whole
+        if walk is not None:
+            ranges = (f"R, {until}", "0, R", walk.rest)
+            steps, first, rest = ([f"for start in range({t}, R):"] for t in ranges)
+            if any(isinstance(s, Reduce) and s.kind.startswith("arg") for s in self.kernel.body):
+                return [(first, False), (steps, True), (rest, False)]  # of equals, the first counts
+            return [(steps, True), (walk.steps_at_ends, False)]
+        loops = [([f"for start in range(0, {until}, R):"], True)]
         if "r" in self.writer.live:
             loops.append(([f"for start in range({whole}, {extent}, R):"], False))
         return loops

@@ -1,10 +1,9 @@
 """Emitted kernels as callables: loading, compiling for a GPU (present or not), launching, interpreting.
 
 A kernel is compiled through Triton for what a launch finds: pointers aligned to 16 bytes or not, 32- or
-64-bit
-positions, sizes that 16 divides or not. It is launched by the driver's cuLaunchKernel, without Triton's own
-launcher:
-that one builds a C extension per signature and looks each argument up in every call.
+64-bit positions, sizes that 16 divides or not. It is launched by the driver's cuLaunchKernel, by native code
+(launching.py) where its grid does not vary, without Triton's own launcher: that one builds a C extension per
+signature and looks each argument up in every call.
 """
 
 from __future__ import annotations
@@ -422,6 +421,7 @@ def try_alone(fn: Any, example: dict[str, Any]) -> None:
     arguments = (*tensors, *example["sizes"], *extra)
     options = dict(example["constants"], INDEX=tl.int32, PDL=False, num_warps=example["warps"])
     options |= {"num_stages": example["stages"]} if "stages" in example else {}
+    options |= {"maxnreg": example["registers"]} if "registers" in example else {}
 
     def once() -> None:
         fn[(example["programs"],)](*arguments, **options)

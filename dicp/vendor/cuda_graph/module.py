@@ -138,4 +138,4 @@ def example(source: Source) -> dict[str, Any]:
         "programs": int(eval(source.grid, dict.fromkeys(source.sizes, 64))),
         "constants": source.constants,
         "warps": source.warps,
-    }
+    } | ({} if source.registers is None else {"registers": source.registers})

@@ -10,8 +10,8 @@ writes it an element at a time. Instead the loop walks from the last whole vecto
 
 Vectors of 16 bytes that reach into the row are read whole: memory that is there at all is there by 16 bytes,
 so that it does not matter if one ends beyond its buffer. Vectors within the row are written whole, and the
-elements at its two ends one by one. That is in the first and the last steps, which have a loop of their own:
-all others need no masks. V counts elements of the narrowest buffer; it is 1, and all of this plain, where a
+elements at its two ends one by one. That is in the first and the last steps, which are apart from the others:
+those need no masks. V counts elements of the narrowest buffer; it is 1, and all of this plain, where a
 buffer begins at no whole vector.
 """
 
@@ -121,18 +121,18 @@ class Walk:
         """Before the loop; begin: the text of it."""
         return [f"row = {begin}", "first = row // V * V", "lead = row - first"]
 
-    def whole_steps(self, many: bool) -> str:
-        """The starts of steps whose places are all in the row; many: not to be unrolled as a whole."""
-        end = f"{self.extent} - R + 1"
-        return f"range(R, {f'd.unknown({end})' if many else end}, R)"
+    @property
+    def rest(self) -> str:
+        """Where the steps behind the whole ones begin, and where the walk ends at the latest."""
+        return f"{self.extent} // R * R, {self.extent} + V - 1"
 
     @property
     def steps_at_ends(self) -> list[str]:
-        """The loop over those at the ends of the row: the first step, and what is left."""
-        rest = f"{self.extent} // R * R"
+        """The loop over the first step and those behind the whole ones."""
+        behind = f"{self.extent} // R"
         return [
-            f"for end in range(0, 1 + ({self.extent} + V - 2) // R - {self.extent} // R + 1):",
-            f"start = tl.where(end == 0, 0, {rest} + (end - 1) * R)",
+            f"for end in range(0, 1 + ({self.extent} + V - 2) // R - {behind} + 1):",
+            f"start = tl.where(end == 0, 0, ({behind} + end - 1) * R)",
         ]
 
     def head(self, whole: bool) -> list[str]:

@@ -101,6 +101,12 @@ def test_the_first_kernel_of_a_program_reads_nothing_early(cuda_cache: str) -> N
     assert found == ["cos False", "linear False"]
 
 
+def test_a_kernel_without_programs_is_none_before(cuda_cache: str) -> None:
+    x, a, _ = row_and_weights()
+    found = launches(lambda x, a, e: (e.cos().sort(0)[0], F.linear(x, a)), x, a, torch.zeros(0, 5), cache=cuda_cache)
+    assert found[-1] == "linear (False) + 2"
+
+
 def test_weights_that_the_program_makes_are_not_read_early(cuda_cache: str) -> None:
     x, a, b = row_and_weights()
     found = launches(lambda x, a, b: F.linear(x.cos(), a.sin()), x, a, b, cache=cuda_cache)

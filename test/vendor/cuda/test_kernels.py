@@ -199,6 +199,18 @@ def test_reductions(kind: str, m: int, n: int, rows: bool, config: Config) -> No
     agree(kernel, [x, *outputs(kernel, x, m, False)], (), config, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("n", [17003, 17008, 20000])
+@pytest.mark.parametrize("kind", ["argmax", "argmin"])
+def test_of_equals_in_a_long_row_the_first_counts(kind: str, n: int, config: Config) -> None:
+    """Rows of no whole number of vectors, too, whose steps at the ends are apart from the others."""
+    kernel = rows_kernel(Reduce, kind, 6, n, True)
+    x = torch.randint(0, 8, (6, n)).float()
+    x[0], x[1] = 0.0, torch.inf if kind == "argmin" else -torch.inf
+    x[2, [3, 515, 9000]] = torch.nan  # a step of the interpreter's apart
+    x[3, [600, 12000]], x[4, [n - 1, 700]] = 100.0, -100.0
+    agree(kernel, [x.flatten(), *outputs(kernel, x, 6, False)], (), config)
+
+
 @pytest.mark.parametrize("kind", ["max", "min", "argmax", "argmin", "sum"])
 def test_reductions_of_nan_and_infinities(kind: str, config: Config) -> None:
     kernel = rows_kernel(Reduce, kind, 6, 100, True)
