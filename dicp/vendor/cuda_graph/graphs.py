@@ -12,6 +12,7 @@ wrong, and what is done about it:
                       another instance replays (at most INSTANCES), then the program runs directly
     random numbers    torch's default generator is registered with the graph: each replay draws afresh
     streams, threads  captures are kept per device and stream; a call holds the program's lock
+    memory            each capture has a pool of its own; what it needs at the most, it keeps
     no capture        sizes read from data, objects that are no tensors, calls that wait: logged once
 """
 
@@ -55,15 +56,14 @@ class CudaBackend:
         """Whether the caller is capturing a graph of his own."""
         return torch.cuda.is_current_stream_capturing()
 
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-        """(replay, results) of a function's launches. Raises RuntimeError where a graph cannot hold them."""
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """(replay, results) of a function's launches, in memory of their own: what one capture has freed may
+        be what another one's results lie in if they share a pool, and any of them replays next. Raises
+        RuntimeError where a graph cannot hold them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 results = run()
         except RuntimeError:
             self._close()
@@ -86,6 +86,22 @@ class Given:
     """A result that is the input at this position."""
 
     position: int
+
+    def of(self, args: list[Any]) -> torch.Tensor:
+        return args[self.position]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A result that is a view of the input at this position, which lies where the caller has it."""
+
+    position: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int  # elements, from the begin of the storage
+
+    def of(self, args: list[Any]) -> torch.Tensor:
+        return args[self.position].as_strided(self.shape, self.strides, self.offset)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -110,8 +126,8 @@ class Sizes:
 
     addresses: dict[int, int]  # of the inputs read in place, by position
     copied: set[int]
-    pool: Any
     chained: list[int] = field(default_factory=list)  # inputs that are results of other captures
+    astray: int = 0  # calls in a row in which they were none
     instances: list[Instance] = field(default_factory=list)
     recaptures: int = 0
 
@@ -185,7 +201,6 @@ class Graphed:
         ]
         self.anchor = next((k for k, b in inputs if isinstance(b, Buffer) and b.shape != ()), None)
         self.sizes: dict[Any, Sizes] = {}
-        self.pools: dict[tuple[int, int], Any] = {}
         self.stopped: str | None = None
         self.lock = threading.Lock()
 
@@ -211,23 +226,25 @@ class Graphed:
         known = self.sizes.get(key)
         if known is None:
             if len(self.sizes) < MAX_SIZES:
-                self._remember(key, place, args, device)
+                self._remember(key, args, device)
             return self.call(args)
         moved = {k for k, at in known.addresses.items() if args[k].data_ptr() != at}
         if moved:
             self._find_out(known, moved, args)
+        astray = {k for k in known.chained if args[k].data_ptr() not in RESULTS}
+        known.astray = known.astray + 1 if astray else 0
+        if astray:
+            if known.astray <= MAX_RECAPTURES:  # the capture that they come from otherwise ran directly
+                return self.call(args)
+            self._copy_from_now_on(known, astray)
         chained = tuple(args[k].data_ptr() for k in known.chained)
-        if any(at not in RESULTS for at in chained):  # what is a capture's otherwise is not this time
-            return self.call(args)
         instance = self._idle_instance(known, chained) or self._capture(known, chained, args, device)
         return self._replay(instance, args) if instance is not None else self.call(args)
 
-    def _remember(self, key: Any, place: tuple[int, int], args: list[Any], device: torch.device) -> None:
-        if place not in self.pools:
-            self.pools[place] = self.backend.pool()
+    def _remember(self, key: Any, args: list[Any], device: torch.device) -> None:
         elsewhere = {k for k in self.tensors if args[k].device != device}
         addresses = {k: args[k].data_ptr() for k in self.tensors if k not in elsewhere}
-        self.sizes[key] = Sizes(addresses, elsewhere, self.pools[place])
+        self.sizes[key] = Sizes(addresses, elsewhere)
 
     def _find_out(self, known: Sizes, moved: set[int], args: list[Any]) -> None:
         """Inputs are not where they were: results of captures come to a few places, others to any."""
@@ -260,8 +277,13 @@ class Graphed:
     ) -> Instance | None:
         known.instances = [i for i in known.instances if all(at in RESULTS for at in i.chained)]
         alike = sum(instance.chained == chained for instance in known.instances)
-        if alike >= INSTANCES or len(known.instances) >= MAX_CAPTURES:
+        if alike >= INSTANCES:
             return None
+        if len(known.instances) >= MAX_CAPTURES:
+            known.recaptures += 1
+            if known.recaptures > MAX_RECAPTURES:
+                return None
+            del known.instances[0]
         static = {
             k: torch.empty_strided(args[k].shape, args[k].stride(), dtype=args[k].dtype, device=device)
             for k in sorted(known.copied)
@@ -270,7 +292,7 @@ class Graphed:
             t.copy_(args[k])
         given = [static.get(k, a) for k, a in enumerate(args)]
         try:
-            replay, results = self.backend.capture(lambda: self.call(list(given)), known.pool)
+            replay, results = self.backend.capture(lambda: self.call(list(given)))
         except RuntimeError as e:
             self.stopped = str(e).splitlines()[0]
             log.warning(
@@ -278,10 +300,9 @@ class Graphed:
             )
             self.sizes.clear()
             return None
-        given_at = {id(a): k for k, a in enumerate(given) if isinstance(a, torch.Tensor)}
-        kept = [Given(given_at[id(r)]) if id(r) in given_at else r for r in _flat(results)]
-        in_place = {given[k].untyped_storage().data_ptr() for k in self.tensors if k not in static}
+        kept = self._kept(_flat(results), given, static)
         made = Instance(replay, static, chained, kept)
+        in_place = {given[k].untyped_storage().data_ptr() for k in self.tensors if k not in static}
         made.tensors = [
             t for t in kept if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in in_place
         ]
@@ -290,6 +311,22 @@ class Graphed:
         known.instances.append(made)
         RESULTS.update((t.data_ptr(), made) for t in made.tensors)
         return made
+
+    def _kept(self, results: list[Any], given: list[Any], static: dict[int, torch.Tensor]) -> list[Any]:
+        """What an instance keeps of its results: inputs, and views of those that lie where the caller has
+        them, are made of each call's own, and not held on to."""
+        whole = {id(a): k for k, a in enumerate(given) if isinstance(a, torch.Tensor)}
+        storages = {given[k].untyped_storage().data_ptr(): k for k in self.tensors if k not in static}
+        kept: list[Any] = []
+        for r in results:
+            at = storages.get(r.untyped_storage().data_ptr()) if isinstance(r, torch.Tensor) else None
+            if id(r) in whole:
+                kept.append(Given(whole[id(r)]))
+            elif at is not None and r.dtype == given[at].dtype and not is_marked(r):
+                kept.append(Part(at, tuple(r.shape), r.stride(), int(r.storage_offset())))
+            else:
+                kept.append(r)
+        return kept
 
     def _replay(self, instance: Instance, args: list[Any]) -> Any:
         if self.raise_checks is not None:
@@ -300,7 +337,7 @@ class Graphed:
         for k in self.mutated & set(instance.static):
             args[k].copy_(instance.static[k], non_blocking=True)
         out = tuple(
-            args[r.position] if isinstance(r, Given) else r.detach() if isinstance(r, torch.Tensor) else r
+            r.of(args) if isinstance(r, (Given, Part)) else r.detach() if isinstance(r, torch.Tensor) else r
             for r in instance.results
         )
         args.clear()

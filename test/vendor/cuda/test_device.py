@@ -169,6 +169,21 @@ def test_a_written_input_is_written(mode: str, compiled: Any) -> None:
         assert run(x).eq(33).all() and x.eq(1).all()
 
 
+def test_results_outlive_replays_of_another_capture(compiled: Any) -> None:
+    """What one capture frees on its way is not where the other's results are."""
+    w = torch.randn(256, 256, device="cuda")
+    run = compiled(lambda x: (torch.linalg.inv((x @ w).relu() + 300 * x) @ w).cos(), "reduce-overhead")
+    inputs = [torch.eye(256, device="cuda") * k for k in (1, 2, 3, 4)]
+    run(inputs[0])
+    for _ in range(3):
+        first, second = run(inputs[1]), run(inputs[2])
+        want = second.clone()
+        del first
+        third = run(inputs[3])
+        assert torch.equal(second, want)
+        del second, third
+
+
 def test_results_that_are_held_stay(compiled: Any) -> None:
     run = compiled(lambda x: x * 2, "reduce-overhead")
     x, held = torch.zeros(64, device="cuda"), []

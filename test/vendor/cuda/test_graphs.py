@@ -18,7 +18,8 @@ from dicp.vendor.cuda_graph import graphs
 
 
 class FakeCuda:
-    """Replaying runs the function again on the captured inputs, into the captured results."""
+    """Replaying runs the function again on the captured inputs, into the captured results, which it knows as
+    a graph does: by where they are."""
 
     def __init__(self) -> None:
         self.captures, self.replays, self.stream, self.fail = 0, 0, 7, False
@@ -30,10 +31,7 @@ class FakeCuda:
     def capturing(self) -> bool:
         return False
 
-    def pool(self) -> Any:
-        return object()
-
-    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         if self.fail:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captures += 1
@@ -41,12 +39,13 @@ class FakeCuda:
         given[:] = [g.detach() if isinstance(g, torch.Tensor) else g for g in given]
         self.kept += [g for g in given if isinstance(g, torch.Tensor)]
         results = run()
-        weak = [r.detach() for r in results]  # the graph's own memory
+        theirs = {g.untyped_storage().data_ptr() for g in given if isinstance(g, torch.Tensor)}
+        weak = [None if r.untyped_storage().data_ptr() in theirs else r.detach() for r in results]
 
         def replay() -> None:
             self.replays += 1
             for kept, new in zip(weak, run()):
-                if kept.data_ptr() != new.data_ptr():
+                if kept is not None and kept.data_ptr() != new.data_ptr():
                     kept.copy_(new)
 
         return replay, results
@@ -175,7 +174,7 @@ def test_each_forward_instance_has_a_backward_of_its_own(steps: tuple[Any, Any],
 def test_captures_of_one_size_are_few(steps: tuple[Any, Any], cuda: FakeCuda) -> None:
     _, second = steps
     grad, others = torch.ones(4), []
-    for k in range(8):
+    for k in range(10):
         one = graphs.capturing(forward, program([buffer("x")]), cuda)
         others.append(one)
         x = torch.full((4,), float(k))
@@ -184,11 +183,45 @@ def test_captures_of_one_size_are_few(steps: tuple[Any, Any], cuda: FakeCuda) ->
             assert torch.equal(second([saved, grad])[0], 2 * x)
             del saved
     (known,) = second.graphed.sizes.values()
-    assert len(known.instances) == graphs.MAX_CAPTURES
+    assert len(known.instances) == graphs.MAX_CAPTURES and known.recaptures > graphs.MAX_RECAPTURES
     others.clear()
     del one
     gc.collect()
     assert not any(i.chained[0] in graphs.RESULTS for i in known.instances)  # their memory is gone
+
+
+def test_what_comes_from_elsewhere_for_good_is_copied(steps: tuple[Any, Any], cuda: FakeCuda) -> None:
+    first, second = steps
+    x, grad, alive = torch.ones(4), torch.ones(4), []
+    for _ in range(4):
+        assert torch.equal(second([first([x])[1], grad])[0], 2 * x)
+    (known,) = second.graphed.sizes.values()
+    assert known.chained == [0]
+    before = cuda.replays
+    for k in range(12):
+        alive.append(torch.full((4,), float(k)))
+        assert torch.equal(second([alive[-1], grad])[0], alive[-1])
+    assert known.copied == {0} and not known.chained
+    assert cuda.replays - before == 12 - graphs.MAX_RECAPTURES
+
+
+def test_a_view_of_what_another_capture_left_does_not_hold_it(steps: tuple[Any, Any], cuda: FakeCuda) -> None:
+    def halves(args: list[Any]) -> tuple[Any, ...]:
+        saved, grad = args
+        args.clear()
+        return saved * grad, saved[2:]
+
+    first, _ = steps
+    second = graphs.capturing(halves, program([buffer("saved"), buffer("grad")]), cuda)
+    x, grad = torch.zeros(4), torch.ones(4)
+    for k in range(8):
+        x.fill_(k)
+        saved = first([x])[1]
+        got, half = second([saved, grad])
+        assert torch.equal(got, 2 * x) and torch.equal(half, 2 * x[2:])
+        assert half.data_ptr() == saved[2:].data_ptr()
+        del saved, got, half
+    assert cuda.captures == 2 and cuda.replays == 14
 
 
 def test_mutated_input_is_copied_back(cuda: FakeCuda) -> None:
