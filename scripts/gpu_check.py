@@ -391,7 +391,8 @@ def _time(row: Found, name: str) -> str:
     found = row.get(name, {})
     if "ms" not in found:
         return str(found.get("failed", "-"))[:80]
-    return f"{found['ms']:.3g} ({found['device_ms']:.3g})"
+    own = found.get("device_ms")
+    return f"{found['ms']:.3g}" + (f" ({own:.3g})" if own else "")
 
 
 def decoding_line(rows: Sequence[Found]) -> list[str]:
@@ -399,8 +400,8 @@ def decoding_line(rows: Sequence[Found]) -> list[str]:
         if r["what"].startswith(DECODING) and "cost" in r and "ceilings" in r:
             rate, size = r["ceilings"]["read_gb_per_s"], r["cost"]["weight_bytes"]
             told = [
-                f"{n} {100 * size / f['ms'] / 1e6 / rate:.0f} % ({1e3 / f['ms']:.0f} tokens/s; "
-                f"{100 * size / f['device_ms'] / 1e6 / rate:.0f} % of the GPU's own time)"
+                f"{n} {100 * size / f['ms'] / 1e6 / rate:.0f} % ({1e3 / f['ms']:.0f} tokens/s), "
+                f"of the GPU's own time {100 * size / f.get('device_ms', f['ms']) / 1e6 / rate:.0f} %"
                 for n, f in r.items()
                 if isinstance(f, dict) and "ms" in f
             ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -109,15 +110,17 @@ def _steady(job: Job) -> Figures:
 
 
 def _on_device(calls: dict[str, Call], job: Job) -> Figures:
-    """Median milliseconds of the device for each call, taking turns: what its host takes is hidden."""
+    """Median milliseconds of the device for each call, taking turns; none of those that cannot be measured
+    without what the host takes."""
     if job.setting.device == "cpu":
         return {}
     clock = vendors.for_device(job.setting.device).clock(Config.make())
     seen: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(job.rounds):
         for name, call in calls.items():
-            seen[name].append(clock(call) * 1e3)  # type: ignore[arg-type]
-    return {name: statistics.median(ms) for name, ms in seen.items()}
+            ms = clock(call) * 1e3  # type: ignore[arg-type]
+            seen[name].append(ms if getattr(clock, "hidden", True) else math.nan)
+    return {name: statistics.median(ms) for name, ms in seen.items() if not any(map(math.isnan, ms))}
 
 
 def _loads(job: Job) -> dict[str, Load]:
