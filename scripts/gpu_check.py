@@ -399,12 +399,12 @@ def decoding_line(rows: Sequence[Found]) -> list[str]:
     for r in rows:
         if r["what"].startswith(DECODING) and "cost" in r and "ceilings" in r:
             rate, size = r["ceilings"]["read_gb_per_s"], r["cost"]["weight_bytes"]
-            told = [
-                f"{n} {100 * size / f['ms'] / 1e6 / rate:.0f} % ({1e3 / f['ms']:.0f} tokens/s), "
-                f"of the GPU's own time {100 * size / f.get('device_ms', f['ms']) / 1e6 / rate:.0f} %"
-                for n, f in r.items()
-                if isinstance(f, dict) and "ms" in f
-            ]
+            told = []
+            for n, f in r.items():
+                if isinstance(f, dict) and "ms" in f:
+                    shares = {k: 100 * size / f[k] / 1e6 / rate for k in ("ms", "device_ms") if k in f}
+                    own = f", {shares['device_ms']:.0f} of the GPU's time" if "device_ms" in shares else ""
+                    told.append(f"{n} {shares['ms']:.0f} %{own} ({1e3 / f['ms']:.0f} tokens/s)")
             return [f"Decoding, of a copy's {rate:.0f} GB/s: {', '.join(told)}", ""]
     return []
 

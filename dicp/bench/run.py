@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -74,7 +73,7 @@ def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def _steady(job: Job) -> Figures:
     """Milliseconds of a call, and how far its result is from the first contestant's; on a device other than
-    the CPU, what a call takes there when the host does not keep it waiting; with dicp among them, also what
+    the CPU, what a call takes there without what its host does; with dicp among them, also what
     the machine can do at the most."""
     workload = WORKLOADS[job.workload]
     found: Figures = {"cost": asdict(cost(workload, job.setting))}
@@ -112,15 +111,17 @@ def _steady(job: Job) -> Figures:
 def _on_device(calls: dict[str, Call], job: Job) -> Figures:
     """Median milliseconds of the device for each call, taking turns; none of those that cannot be measured
     without what the host takes."""
-    if job.setting.device == "cpu":
+    vendor = vendors.for_device(job.setting.device)
+    if not hasattr(vendor, "clock"):
         return {}
-    clock = vendors.for_device(job.setting.device).clock(Config.make())
+    clock = vendor.clock(Config.make())
     seen: dict[str, list[float]] = {name: [] for name in calls}
+    late = set[str]()
     for _ in range(job.rounds):
         for name, call in calls.items():
-            ms = clock(call) * 1e3  # type: ignore[arg-type]
-            seen[name].append(ms if getattr(clock, "hidden", True) else math.nan)
-    return {name: statistics.median(ms) for name, ms in seen.items() if not any(map(math.isnan, ms))}
+            seen[name].append(clock(call) * 1e3)
+            late |= set() if getattr(clock, "hidden", True) else {name}
+    return {name: statistics.median(ms) for name, ms in seen.items() if name not in late}
 
 
 def _loads(job: Job) -> dict[str, Load]:

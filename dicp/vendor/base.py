@@ -200,7 +200,8 @@ class Offers(Protocol):
 
     def clock(self, config: Any) -> Callable[[Callable[[], None]], float]:
         """What tells the seconds that the device takes for the calls that a function makes. Only of vendors
-        whose calls return before they are done: what the host takes to make them is not in it."""
+        whose calls return before they are done: what the host takes to make them is not in it, unless the
+        clock has an attribute `hidden` that is false after a measurement."""
 
 
 @dataclass(frozen=True)

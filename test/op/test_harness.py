@@ -153,6 +153,7 @@ def test_a_run_of_no_operator_is_an_error(capsys: pytest.CaptureFixture[str]) ->
     """Names with commas between them are no regular expression."""
     assert command.main(["--vendor", "cpu_graph", "--ops", "softmax,log_softmax"]) == 2
     assert "softmax,log_softmax" in capsys.readouterr().err
+    assert command.main(["--ops", "^neg$", "--list", "--shard", "500/500"]) == 0
 
 
 def test_shards_are_a_partition() -> None:

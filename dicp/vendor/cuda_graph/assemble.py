@@ -236,7 +236,7 @@ class DeviceRunner(Runner):
             )
         head = [] if self.interpret else ["index", "stream"]
         self.lines.append(f"{source.name}({', '.join(head + args)})")
-        self.began |= _launches_surely(source)
+        self.began = self.began or _launches_surely(source)
 
     def templates(self, call: Call) -> None:
         """The launches of a call that templates serve, and the scratch memory that they share."""
@@ -261,7 +261,7 @@ class DeviceRunner(Runner):
                     args.append(self._pointed(v))
             head = [] if self.interpret else ["index", "stream"]
             self.line(f"{source.name}({', '.join([*head, *args, *source.sizes])})", call.note)
-            self.began |= _launches_surely(source)
+            self.began = self.began or _launches_surely(source)
         if scratch is not None:
             self.lines.append("del scratch")
 

@@ -131,6 +131,10 @@ class Sizes:
     instances: list[Instance] = field(default_factory=list)
     recaptures: int = 0
 
+    def chained_at(self, args: list[Any]) -> tuple[int, ...]:
+        """The addresses of inputs that are results of other captures, in this call."""
+        return tuple(args[k].data_ptr() for k in self.chained)
+
 
 def capturing(
     call: Call, program: Program, backend: Any = None, raise_checks: Callable[[], None] | None = None
@@ -231,14 +235,9 @@ class Graphed:
         moved = {k for k, at in known.addresses.items() if args[k].data_ptr() != at}
         if moved:
             self._find_out(known, moved, args)
-        astray = {k for k in known.chained if args[k].data_ptr() not in RESULTS}
-        known.astray = known.astray + 1 if astray else 0
-        if astray:
-            if known.astray <= MAX_RECAPTURES:  # the capture that they come from otherwise ran directly
-                return self.call(args)
-            self._copy_from_now_on(known, astray)
-        chained = tuple(args[k].data_ptr() for k in known.chained)
-        instance = self._idle_instance(known, chained) or self._capture(known, chained, args, device)
+        instance = self._idle_instance(known, args)
+        if instance is None and not self._astray(known, args):
+            instance = self._capture(known, args, device)
         return self._replay(instance, args) if instance is not None else self.call(args)
 
     def _remember(self, key: Any, args: list[Any], device: torch.device) -> None:
@@ -256,6 +255,16 @@ class Graphed:
             known.chained = sorted({*known.chained, *results} - known.copied)
             known.addresses = {k: at for k, at in known.addresses.items() if k not in results}
 
+    def _astray(self, known: Sizes, args: list[Any]) -> bool:
+        """Whether inputs that are results of captures otherwise are none now, and this call is to run
+        directly: the capture that they come from has. They are copied when that goes on."""
+        astray = {k for k in known.chained if args[k].data_ptr() not in RESULTS}
+        known.astray = known.astray + 1 if astray else 0
+        if known.astray > MAX_RECAPTURES:
+            self._copy_from_now_on(known, astray)
+            return False
+        return bool(astray)
+
     def _copy_from_now_on(self, known: Sizes, moved: set[int]) -> None:
         known.recaptures += bool(known.instances)
         known.instances.clear()
@@ -265,16 +274,18 @@ class Graphed:
         known.addresses = {k: at for k, at in known.addresses.items() if k not in known.copied}
         known.chained = [k for k in known.chained if k not in known.copied]
 
-    def _idle_instance(self, known: Sizes, chained: tuple[int, ...]) -> Instance | None:
+    def _idle_instance(self, known: Sizes, args: list[Any]) -> Instance | None:
+        chained = known.chained_at(args)
         for instance in known.instances:
-            users = [self.backend.users(t) for t in instance.tensors]
-            if instance.chained == chained and users == instance.idle:
+            if instance.chained != chained:
+                continue
+            if [self.backend.users(t) for t in instance.tensors] == instance.idle:
+                known.astray = 0
                 return instance
         return None
 
-    def _capture(
-        self, known: Sizes, chained: tuple[int, ...], args: list[Any], device: torch.device
-    ) -> Instance | None:
+    def _capture(self, known: Sizes, args: list[Any], device: torch.device) -> Instance | None:
+        chained = known.chained_at(args)
         known.instances = [i for i in known.instances if all(at in RESULTS for at in i.chained)]
         alike = sum(instance.chained == chained for instance in known.instances)
         if alike >= INSTANCES:
@@ -300,9 +311,9 @@ class Graphed:
             )
             self.sizes.clear()
             return None
-        kept = self._kept(_flat(results), given, static)
+        in_place = {given[k].untyped_storage().data_ptr(): k for k in self.tensors if k not in static}
+        kept = _kept(_flat(results), given, in_place)
         made = Instance(replay, static, chained, kept)
-        in_place = {given[k].untyped_storage().data_ptr() for k in self.tensors if k not in static}
         made.tensors = [
             t for t in kept if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in in_place
         ]
@@ -311,22 +322,6 @@ class Graphed:
         known.instances.append(made)
         RESULTS.update((t.data_ptr(), made) for t in made.tensors)
         return made
-
-    def _kept(self, results: list[Any], given: list[Any], static: dict[int, torch.Tensor]) -> list[Any]:
-        """What an instance keeps of its results: inputs, and views of those that lie where the caller has
-        them, are made of each call's own, and not held on to."""
-        whole = {id(a): k for k, a in enumerate(given) if isinstance(a, torch.Tensor)}
-        storages = {given[k].untyped_storage().data_ptr(): k for k in self.tensors if k not in static}
-        kept: list[Any] = []
-        for r in results:
-            at = storages.get(r.untyped_storage().data_ptr()) if isinstance(r, torch.Tensor) else None
-            if id(r) in whole:
-                kept.append(Given(whole[id(r)]))
-            elif at is not None and r.dtype == given[at].dtype and not is_marked(r):
-                kept.append(Part(at, tuple(r.shape), r.stride(), int(r.storage_offset())))
-            else:
-                kept.append(r)
-        return kept
 
     def _replay(self, instance: Instance, args: list[Any]) -> Any:
         if self.raise_checks is not None:
@@ -346,3 +341,19 @@ class Graphed:
 
 def _flat(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _kept(results: list[Any], given: list[Any], in_place: dict[int, int]) -> list[Any]:
+    """What an instance keeps of its results: inputs, and views of those that lie where the caller has them,
+    are made of each call's own, and not held on to. in_place: positions of those by their storages."""
+    whole = {id(a): k for k, a in enumerate(given) if isinstance(a, torch.Tensor)}
+    kept: list[Any] = []
+    for r in results:
+        at = in_place.get(r.untyped_storage().data_ptr()) if isinstance(r, torch.Tensor) else None
+        if id(r) in whole:
+            kept.append(Given(whole[id(r)]))
+        elif at is not None and r.dtype == given[at].dtype and not is_marked(r):
+            kept.append(Part(at, tuple(r.shape), r.stride(), int(r.storage_offset())))
+        else:
+            kept.append(r)
+    return kept

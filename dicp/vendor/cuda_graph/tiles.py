@@ -36,7 +36,8 @@ LINE_TILE, ROW_TILE = 1024, 1024
 SLIGHT = 4
 """twice as many, 16 a thread, where an element moves so few bytes: an H200 begins about one program a
 nanosecond. GELU of bfloat16 reads and writes there at 97 % of a copy's bandwidth with 2,048 elements, at
-79 with 1,024; softmax and layer norm of rows of 1,024 at 97 and 79 as well."""
+79 with 1,024; softmax and layer norm of rows of 1,024 at 97 and 79 as well (each program having waited for
+the kernel before, as long launches no longer do)."""
 ROW_WARPS, LONG_ROW = 8, 8192
 """Warps of a tile of one row, up to so many elements, and twice as many beyond. On an H200 moments and
 argmax of rows of 8,192 in bfloat16 read at 98 and 85 % of a copy's bandwidth with 8 warps, at 79 and 71 with

@@ -223,6 +223,13 @@ def power(x, y):
         return tl.where(y < zero, inverse, result)
 
 
+@triton.jit
+def unknown(n):
+    """An int32, of which the compiler does not know how large it is: a loop up to it is not unrolled as a
+    whole."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tl.full([], n, tl.int32)], tl.int32, True, 1)
+
+
 # -- the form of a number ------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,8 @@ from dicp.vendor.cuda_graph.device.functions import exp2_fast, reciprocal_fast
 
 @triton.jit
 def exp_below(x, top):
-    """exp(x - top), x not above top; off by (1 + |x - top|) / 2**23 of it at the most, as the difference is
-    by half as much."""
+    """exp(x - top), x not above top; off by (2 + |x - top|) / 2**23 of it at the most, of which rounding the
+    difference may be a third."""
     return exp2_fast((x - top) * 1.4426950408889634)
 
 

@@ -1,6 +1,4 @@
-"""The order of kernels that are launched early ("programmatic dependent launch", on Hopper and later), and
-what the compiler is not to know.
-"""
+"""The order of kernels that are launched early ("programmatic dependent launch", on Hopper and later)."""
 
 import triton
 import triton.language as tl
@@ -14,10 +12,3 @@ def grid_wait(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def unknown(n):
-    """An int32, of which the compiler does not know how large it is: a loop up to it is not unrolled as a
-    whole."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tl.full([], n, tl.int32)], tl.int32, True, 1)
