@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dicp.ir import index as ix
-from dicp.schedule.defs import Def, Pointwise, Reduction
+from dicp.schedule.defs import Call, Def, Reduction, Scatter
 from dicp.schedule.unify import Mapping
 
 if TYPE_CHECKING:
@@ -20,13 +20,18 @@ Space = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def space_of(d: Def) -> Space | None:
-    """Where its sizes are known, and it is no scan."""
-    if not isinstance(d, (Pointwise, Reduction)) or (isinstance(d, Reduction) and d.scan):
+    """Where its sizes are known, and it neither scans nor may write an element twice."""
+    if isinstance(d, Call) or (isinstance(d, Reduction) and d.scan) or not writes_once(d):
         return None
-    results, reduced = ([v.size for v in d.vars], [v.size for v in getattr(d, "rvars", ())])
+    results, reduced = ([v.size for v in d.vars], [v.size for v in getattr(d, "rvars", ())])  # type: ignore[attr-defined]
     if not all(isinstance(n, int) for n in (*results, *reduced)):
         return None
     return tuple(results), tuple(reduced)  # type: ignore[return-value,arg-type]
+
+
+def writes_once(d: Def) -> bool:
+    """Whether no element is written at two points: all but scatters do, and those to places that differ."""
+    return not isinstance(d, Scatter) or (d.unique and d.mode == "set")
 
 
 def same_axes(group: Group, d: Def) -> Mapping | None:
@@ -38,4 +43,4 @@ def same_axes(group: Group, d: Def) -> Mapping | None:
     return {v: ix.of(a) for v, a in zip(own, (*axes[0], *axes[1]), strict=True)}
 
 
-__all__ = ["RECENT", "Space", "same_axes", "space_of"]
+__all__ = ["RECENT", "Space", "same_axes", "space_of", "writes_once"]

@@ -19,7 +19,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices
-from dicp.schedule.beside import RECENT, Space, same_axes, space_of
+from dicp.schedule.beside import RECENT, Space, same_axes, space_of, writes_once
 from dicp.schedule.defs import (
     Call,
     Def,
@@ -91,7 +91,7 @@ class _Fusion:
         for d in self.defs:
             reads = _reads(d)
             deps = self.depends.of(d, reads)
-            place = None if isinstance(d, (Call, Scatter)) else self._best(d, reads, deps)
+            place = self._best(d, reads, deps) if self._may_share(d) else None
             if place is None:
                 place = self._new_step(d, reads)
             self.depends.record(place, d, reads, deps)
@@ -99,6 +99,12 @@ class _Fusion:
                 self.by_buffer.setdefault(name, set()).add(place)
         order = in_order(self.depends.before, self.depends.uses, *self._memory_taken())
         return [self.steps[s] for s in order]
+
+    def _may_share(self, d: Def) -> bool:
+        """Whether its kernel may compute something besides. A scatter's addresses keep a CPU from vectors."""
+        if isinstance(d, Scatter):
+            return writes_once(d) and self.machine.launch_bytes > 0
+        return not isinstance(d, Call)
 
     def _memory_taken(self) -> tuple[dict[str, int], set[str]]:
         """(bytes of memory that the program takes, at the sizes of the example; what the caller gets)."""
@@ -116,7 +122,7 @@ class _Fusion:
         else:
             own = [*d.vars, *(d.rvars if isinstance(d, Reduction) else ())]  # type: ignore[attr-defined]
             mapping: Mapping = {v: ix.of(self._axis(v.size)) for v in own}
-            group = Group(closed=isinstance(d, Scatter))
+            group = Group(closed=not self._may_share(d))
             group.axes = [variable(mapping[v]) for v in own]
             self.spaces.setdefault(self._kind(d, reads), []).append(len(self.steps))
             self.steps.append(group)
@@ -185,10 +191,14 @@ class _Fusion:
         return space, along
 
     def _moved(self, members: list[Member]) -> int:
-        """Bytes that definitions read and write, at the sizes of the example."""
-        read = {n for m in members for n, _ in m.reads}
-        written = {b.name for m in members for b in m.definition.outputs if b is not None}
-        return sum(self.symbols.hint(self.buffers[n].nbytes) for n in read | written)
+        """Bytes that definitions read and write, at the sizes of the example; of what a scatter updates, those
+        that it writes."""
+        updates = [m.definition for m in members if isinstance(m.definition, Scatter)]
+        names = {n for m in members for n, _ in m.reads}
+        names |= {b.name for m in members for b in m.definition.outputs if b is not None}
+        names -= {name for d in updates for name in (d.base.name, d.outputs[0].name)}
+        written = [ix.product(v.size for v in d.vars) * d.base.dtype.itemsize for d in updates]  # type: ignore[misc]
+        return sum(self.symbols.hint(n) for n in (*written, *(self.buffers[n].nbytes for n in names)))
 
     def _saved(self, group: Group, d: Def, reads: list[tuple[str, Indices]]) -> int:
         """Bytes not moved, at the sizes of the example."""
@@ -256,14 +266,16 @@ class _Fusion:
 
     def _anchors(self, group: Group, reads: list[tuple[str, Indices]]) -> list[list[tuple[Index, Index]]]:
         """Index pairs that must coincide: reads of the group's own values first, then shared reads."""
-        own = [list(zip(idx, group.produced[n], strict=True)) for n, idx in reads if n in group.produced]
+        made = group.produced
+        reads = [(n, i) for n, i in reads if len(i) == len(self.buffers[n].shape)]  # not a scatter's base
+        own = [list(zip(idx, made[n], strict=True)) for n, idx in reads if n in made]
         if own:
             return own
         shared = []
         for name, idx in reads:
             for m in group.members:
                 for other, at in m.reads:
-                    if other == name:
+                    if other == name and len(at) == len(idx):
                         shared.append(list(zip(idx, m.index(at), strict=True)))
         shared.sort(key=lambda pairs: -sum(not isinstance(p[0], int) for p in pairs))
         return shared[:4]
@@ -361,7 +373,20 @@ class _Fusion:
         return any(a in reduced for i in group.produced[name] for a in loop_atoms(i)) or not reduced
 
     def _writes_are_safe(self, group: Group, d: Def, member: Member) -> bool:
-        """A definition that overwrites memory the group reads must do so at the very point it is read."""
+        """A definition that overwrites memory the group reads must do so at the very point it is read; nobody
+        can tell where a scatter does."""
+        memory_of = self.depends.memory
+        scattered = [s for s in (*group.members, member) if isinstance(s.definition, Scatter)]
+        for s in scattered:
+            memory = memory_of[s.definition.base.name]  # type: ignore[attr-defined]
+            others = [m for m in (*group.members, member) if m is not s]
+            touched = {n for m in others for n, _ in m.reads} | {
+                b.name for m in others for b in m.definition.outputs if b is not None
+            }
+            if memory in {memory_of[n] for n in touched}:
+                return False
+        if isinstance(d, Scatter):
+            return True
         for b in d.outputs:
             if b is None or b.kind not in ("input", "alias"):
                 continue

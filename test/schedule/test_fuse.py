@@ -236,6 +236,69 @@ def test_small_kernels_of_one_space(
             torch.testing.assert_close(got, want)
 
 
+def put(cache: torch.Tensor, i: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return cache.index_copy_(1, i, y)
+
+
+def keys_and_values(k: Any, v: Any, i: Any, x: Any, y: Any) -> Any:
+    """A step of a decoder with its cache: what is computed for it, and put there, and computed besides."""
+    put(k, i, x.cos() * x)
+    put(v, i, y)
+    return x.sin() * y
+
+
+def read_before(k: Any, v: Any, i: Any, x: Any, y: Any) -> Any:
+    """What a kernel reads of a cache, it does not write wherever an index says."""
+    z = k[:, :1] * y
+    put(k, i, z)
+    return z
+
+
+def read_after(k: Any, v: Any, i: Any, x: Any, y: Any) -> Any:
+    put(k, i, x)
+    return k[:, :1] * y
+
+
+def twice(k: Any, v: Any, i: Any, x: Any, y: Any) -> Any:
+    """The second write is the one that counts, wherever it goes."""
+    put(k, i, x)
+    put(k, i, y)
+    return x + y
+
+
+@pytest.mark.parametrize(
+    ("fn", "launch_bytes", "count"),
+    [
+        (keys_and_values, 1 << 10, 1),
+        (keys_and_values, 0, 3),
+        (read_before, 1 << 10, 3),  # a copy, as it is read, and back
+        (read_after, 1 << 10, 2),
+        (twice, 1 << 10, 4),
+    ],
+)
+def test_writes_at_an_index(fn: Any, launch_bytes: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scatter to places that differ is in the kernel that computes it, where launching costs."""
+    machine = Machine(threads=2, launch_bytes=launch_bytes)
+    monkeypatch.setattr(Kernels, "machine", lambda self, config: machine)
+    small = torch.randn(3, 1, 4), torch.randn(3, 1, 4)
+    gm = traced(fn, torch.randn(3, 6, 4), torch.randn(3, 6, 4), torch.tensor([2]), *small)["inference"]
+    p, given = program_of(gm), gm.meta["given"]
+    assert len(p.launches) == count, names(p)
+    results, memory = interpret(p, given)
+    want = gm.forward(*(eager := [t.clone() for t in given]))
+    torch.testing.assert_close(results[-1], want[-1])
+    for b, t in zip(p.lowered.inputs, eager, strict=True):
+        torch.testing.assert_close(memory.of(b), t.flatten())
+
+
+def test_a_scatter_that_may_meet_itself_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(threads=2, launch_bytes=1 << 10)
+    monkeypatch.setattr(Kernels, "machine", lambda self, config: machine)
+    x, i, y = torch.randn(3, 6, 4), torch.tensor([2, 2]), torch.randn(3, 2, 4)
+    p = compiled(lambda x, i, y: (x.index_add_(1, i, y), y * 2), x, i, y)
+    assert len(p.launches) == 2, names(p)
+
+
 # -- more than one -----------------------------------------------------------------------------------------
 
 

@@ -118,7 +118,7 @@ kernel add(arg1_1: i64, arg0_1: f32, t0: f32*)
 kernel index_copy(arg2_1: f32, arg1_1: i64, t0: f32*)
   for i0 < 2, i1 < 4
   v0: f32 = arg2_1[4*i0 + i1]
-  t0[4*<check(arg1_1[0], 6, 0, 0)> + 24*i0 + i1] = v0  (duplicates)
+  t0[4*<check(arg1_1[0], 6, 0, 0)> + 24*i0 + i1] = v0
 """,
         )
         assert p.plan.find(p.launches[0].buffers[-1].name) == "arg0_1"

@@ -398,6 +398,7 @@ def along_index(
             replaced(idx, dim, lookup(b, index((idx[dim],)), x.shape[dim], what, wrap=what == "index_fill")),
             src(idx),
         ),
+        unique=index.shape[0] == 1,
     )
     return reshape(out, restore)
 
