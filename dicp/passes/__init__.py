@@ -20,6 +20,7 @@ from dicp.passes.rewrite_conv import rewrite_conv
 from dicp.passes.rewrite_dot import rewrite_dot
 from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_linear import rewrite_linear
+from dicp.passes.rewrite_linears import rewrite_linears
 from dicp.passes.rewrite_norm import rewrite_norm
 from dicp.passes.rewrite_scatter import rewrite_scatter
 from dicp.passes.rewrite_separable import rewrite_separable
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_separable", rewrite_separable, "after the convolutions that it is made of, before layout"),
     Pass("pad_channels", pad_channels, "after the convolutions; before layout, which orders what is padded"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
+    Pass("rewrite_linears", rewrite_linears, "after linear: it joins those calls"),
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
     Pass("choose_layout", choose_layout, "it counts what the rewrites left"),
     Pass("rewrite_conv_matmul", rewrite_conv_matmul, "after layout: rows are channels-last positions"),

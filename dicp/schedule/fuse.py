@@ -191,8 +191,8 @@ class _Fusion:
         return space, along
 
     def _moved(self, members: list[Member]) -> int:
-        """Bytes that definitions read and write, at the sizes of the example; of what a scatter updates, those
-        that it writes."""
+        """Bytes that definitions read and write, at the sizes of the example; of what a scatter updates,
+        those that it writes."""
         updates = [m.definition for m in members if isinstance(m.definition, Scatter)]
         names = {n for m in members for n, _ in m.reads}
         names |= {b.name for m in members for b in m.definition.outputs if b is not None}

@@ -251,7 +251,7 @@ class DeviceRunner(Runner):
             self.globals[source.name] = self.kernels[source.digest]
             windows = [v for v in made.operands if v is not None]
             args = [self._wide_of([*(v.span for v in windows), made.scratch])]
-            early = made.ahead is None or self._may_be_read_ahead(made.operands[made.ahead])
+            early = all(self._may_be_read_ahead(made.operands[k]) for k in made.ahead)
             if not (early or self.interpret):
                 args = [f"({args[0]}) + {ALONE}"]
             for v in made.operands:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
-from dicp.vendor.cuda_graph import attention, convolution, grouped, products
+from dicp.vendor.cuda_graph import attention, convolution, grouped, linears, products
 from dicp.vendor.cuda_graph.templates.convert import conversion
 
 aten = torch.ops.aten
@@ -54,6 +54,8 @@ def claim_for(node: fx.Node, config: Any) -> Claim | None:
 def candidates(node: fx.Node, config: Any) -> list[Claim]:
     """The calls that could serve a node, the one to take without measuring first; one under
     numerics="eager"."""
+    if node.target is torch.ops.dicp.linears.default:
+        return linears.candidates(node, config)
     make = _table().get(node.target)
     claim = make(node) if make is not None else None
     if claim is None:
@@ -85,6 +87,8 @@ def supports(target: Any, node: fx.Node) -> bool:
     """Whether a dicp::* call may be formed. Mostly products do not: the kernel that follows does the rest."""
     if target is torch.ops.dicp.linear.default:
         return products.supports_linear(node)
+    if target is torch.ops.dicp.linears.default:
+        return linears.supports(node)
     if target is torch.ops.dicp.conv.default:
         return convolution.supports(node)
     if target is torch.ops.dicp.attention.default:

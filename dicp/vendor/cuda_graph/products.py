@@ -73,7 +73,7 @@ def plans(
     widest: columns of a tile at the most."""
     out = []
     if few and m <= MAX_ROWS:
-        out += [_few_rows(m, n, k, batch, dtype, along_k, wide) for wide in (False, True)]
+        out += [few_rows(m, n, k, batch, dtype, along_k, wide) for wide in (False, True)]
     if m <= 64:
         height = 16 if m <= 16 else 32 if m <= 32 else 64
         step = 32 if dtype == torch.float32 else 64
@@ -92,7 +92,7 @@ def _count(plan: Plan, m: int, n: int, batch: int) -> int:
     return batch * rows * -(-n // plan.n)
 
 
-def _few_rows(
+def few_rows(
     m: int, n: int, k: int, batch: int, dtype: torch.dtype, along_k: bool, wide: bool = False
 ) -> Plan:
     """On an H200, in bfloat16, a row by weights of 4096x4096, 11008x4096 and 4096x11008 takes 10.5, 23.7 and
@@ -399,4 +399,4 @@ def linear_library(node: fx.Node) -> Claim:
     return Claim("linear: cuBLAS", emit, out=True, prepare=dense(0, 3))
 
 
-__all__ = ["candidates", "linear_library", "plans", "precision", "supports_linear"]
+__all__ = ["candidates", "few_rows", "linear_library", "plans", "precision", "supports_linear"]

@@ -44,12 +44,12 @@ class Template:
 @dataclass(frozen=True)
 class Launched:
     """A template and the windows on memory that its pointers stand for; None: scratch of `scratch` floats.
-    ahead: the operand of which it reads before it has waited for the kernel before."""
+    ahead: the operands of which it reads before it has waited for the kernel before."""
 
     template: Template
     operands: tuple[View | None, ...]
     scratch: Index = 0
-    ahead: int | None = None
+    ahead: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

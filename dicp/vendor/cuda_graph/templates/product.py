@@ -167,7 +167,7 @@ class Writer:
             plan.stages,
         )
         scratch = _scratch(p, plan) if plan.split > 1 else 0
-        return Launched(template, tuple(views), scratch, ahead=1 if plan.form == "rows" else None)
+        return Launched(template, tuple(views), scratch, ahead=(1,) if plan.form == "rows" else ())
 
     # -- which part of the result ------------------------------------------------------------------------
 

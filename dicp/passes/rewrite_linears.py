@@ -1,0 +1,191 @@
+"""Linear layers of one operand become dicp::linears, with the RMS norm before them and the gate behind."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dicp.ir.verify import insert
+from dicp.ops.library import register
+from dicp.passes.facts import aten, is_tensor, prims, rank, same_dtype, same_shape, value_of
+from dicp.passes.matcher import both_ways, const, either, match, op, through, var
+from dicp.passes.rules import Claims, Emitter, finish, sole_user
+
+
+class Layer(NamedTuple):
+    """A dicp::linear that nothing is added to."""
+
+    node: Node
+    w: Node
+    b: Node | None
+    act: str
+
+
+class Joined(NamedTuple):
+    """What one call is to compute: the layers, and the nodes whose values it gives."""
+
+    layers: list[Layer]
+    roots: list[Node]
+    gated: bool = False
+
+
+class Norm(NamedTuple):
+    """x * rsqrt(mean(x * x) + eps) * weight"""
+
+    x: Node
+    weight: Node
+    eps: float
+
+
+def rewrite_linears(gm: GraphModule, vendor: Claims) -> GraphModule:
+    """silu(linear(n(x), v)) * linear(n(x), w)  ->  dicp.linears(x, norm, eps, [v, w], [], "silu", True)[0]
+    linear(x, v), linear(x, w), ...  ->  dicp.linears(x, None, 0.0, [v, w, ...], [], "none", False)
+
+    For a vendor that claims it, where one call is ahead of several because rows are few. The norm goes along
+    where nothing but these layers reads it: its own rounding to low precision is left out.
+    """
+    layers: dict[Node, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.dicp.linear.default:
+            layers.setdefault(_without_views(node.args[0]), []).append(node)
+    if not layers:
+        return gm
+    register()
+    order = {node: k for k, node in enumerate(gm.graph.nodes)}
+    for readers in layers.values():
+        found = [n for n in readers if n.args[3] is None]
+        joined = [*_gated(found), *_side_by_side(found)]
+        x = _without_views(readers[0].args[0])  # what was there may have become a result of such a call
+        norm = _norm(x) if _read_by(x, [layer.node for j in joined for layer in j.layers]) else None
+        for j in joined:
+            ok = norm is not None and _apply(j, norm.x, norm, vendor, order)
+            if not ok and len(j.layers) > 1:
+                _apply(j, x, None, vendor, order)
+    return finish(gm)
+
+
+def _layer(node: Node) -> Layer:
+    _, w, b, _, act = node.args
+    return Layer(node, w, b, str(act))  # type: ignore[arg-type]
+
+
+def _without_views(x: Any) -> Node:
+    """What is seen as rows of as many columns."""
+    while x.target is aten.view.default and _columns(x.args[0]) == _columns(x):
+        x = x.args[0]
+    return x  # type: ignore[no-any-return]
+
+
+def _columns(x: Node) -> Any:
+    return value_of(x).shape[-1] if rank(x) > 0 else None
+
+
+def _gated(nodes: Iterable[Node]) -> list[Joined]:
+    """act(linear(x, w0, b0)) * linear(x, w1, b1)"""
+    known = {n: _layer(n) for n in nodes}
+    made = []
+    for first in list(known.values()):
+        user = sole_user(first.node)
+        if first.act == "none" or user is None or user.target is not aten.mul.Tensor:
+            continue
+        a, b = user.args
+        second = known.get(b if a is first.node else a)  # type: ignore[arg-type]
+        if second is None or second.act != "none" or sole_user(second.node) is not user:
+            continue
+        alike = all(same_shape(n, user) and same_dtype(n, user) for n in (first.node, second.node))
+        if alike and (first.b is None) == (second.b is None):
+            made.append(Joined([first, second], [user], gated=True))
+    return made
+
+
+def _side_by_side(nodes: Iterable[Node]) -> list[Joined]:
+    """The others, by activation and whether they have a bias."""
+    taken = {layer.node for j in _gated(nodes) for layer in j.layers}
+    kinds: dict[Any, list[Layer]] = {}
+    for layer in map(_layer, nodes):
+        if layer.node not in taken:
+            kinds.setdefault((layer.act, layer.b is None, value_of(layer.w).dtype), []).append(layer)
+    return [Joined(layers, [layer.node for layer in layers]) for layers in kinds.values()]
+
+
+# -- the norm ------------------------------------------------------------------------------------------------
+
+_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
+
+
+def _of_rows(mean: Node) -> bool:
+    dims, keepdim = (*mean.args, False)[1:3]
+    last = rank(mean.args[0]) - 1  # type: ignore[arg-type]
+    return keepdim is True and len(dims) == 1 and dims[0] in (-1, last)  # type: ignore[arg-type,index]
+
+
+_wide = through(_CASTS, var("x", where=lambda n: n.target not in _CASTS))
+_square = either(op(aten.pow.Tensor_Scalar, _wide, 2), both_ways(aten.mul.Tensor, _wide, _wide))
+_mean = op(aten.mean.dim, _square, where=_of_rows)
+_rstd = op(aten.rsqrt.default, both_ways((aten.add.Tensor, aten.add.Scalar), _mean, const("eps")))
+_normed = through(_CASTS, both_ways(aten.mul.Tensor, _wide, _rstd))
+_vector = var("weight", where=lambda n: rank(n) == 1 and n.target not in _CASTS)
+_RMS_NORM = through(_CASTS, both_ways(aten.mul.Tensor, _normed, through(_CASTS, _vector)))
+
+
+def _norm(y: Node) -> Norm | None:
+    """Whether y is an RMS norm over the last dim, of float32 statistics, as models write it."""
+    m = match(_RMS_NORM, y)
+    if m is None:
+        return None
+    x, weight = m["x"], m["weight"]
+    statistics = next(n for n in m.interior if n.target is aten.rsqrt.default)
+    plain = same_shape(x, y) and same_dtype(x, y) and value_of(weight).dtype.is_floating_point
+    exact = value_of(statistics).dtype == torch.float32
+    return Norm(x, weight, float(m["eps"])) if plain and exact else None
+
+
+def _read_by(x: Node, layers: Sequence[Node]) -> bool:
+    """Whether those layers are all that reads x."""
+    for user in x.users:
+        seen_as_rows = user.target is aten.view.default and _columns(user) == _columns(x)
+        if user not in layers and not (seen_as_rows and _read_by(user, layers)):
+            return False
+    return True
+
+
+# -- the call ------------------------------------------------------------------------------------------------
+
+
+def _apply(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[Node, int]) -> bool:
+    """Put the call before the first of the values that it gives, if what it reads is there by then and the
+    vendor claims it."""
+    first = min(j.roots, key=order.__getitem__)
+    read = [x, *(n for layer in j.layers for n in (layer.w, layer.b) if n is not None)]
+    read += [norm.weight] if norm is not None else []
+    if any(order.get(n, -1) >= order[first] for n in read) or not all(map(is_tensor, read)):
+        return False
+    emit = Emitter(first)
+    rows: Any = 1
+    for n in value_of(j.layers[0].node).shape[:-1]:
+        rows = rows * n
+    if not isinstance(rows, int):
+        return False
+    x = emit(aten.view.default, x, [rows, value_of(x).shape[-1]]) if rank(x) != 2 else x
+    ws = [layer.w for layer in j.layers]
+    bs = [layer.b for layer in j.layers if layer.b is not None]
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    args = (x, weight, eps, ws, bs, j.layers[0].act, j.gated)
+    call = emit(torch.ops.dicp.linears.default, *args)
+    if not vendor.supports(call.target, call):
+        emit.undo()
+        return False
+    with first.graph.inserting_before(first):
+        for k, root in enumerate(j.roots):
+            y = insert(first.graph, operator.getitem, (call, k), like=root)
+            if rank(root) != 2:
+                y = insert(first.graph, aten.view.default, (y, list(value_of(root).shape)), like=root)
+            root.replace_all_uses_with(y)
+    return True
+
+
+__all__ = ["rewrite_linears"]

@@ -1,0 +1,92 @@
+"""Linear layers of the same few rows, with a norm before them or a gate behind: one launch of a template
+(templates/linears.py), where reading the weights is all the time there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from dicp.compat import size_hint
+from dicp.ir.value import Value
+from dicp.schedule.defs import Call, View
+from dicp.vendor.base import Claim
+from dicp.vendor.cuda_graph import products
+from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
+from dicp.vendor.cuda_graph.templates.linears import Linears, kernels
+from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Plan
+
+MOST = 6  # weights of a launch
+
+
+def supports(node: fx.Node) -> bool:
+    """Whether the call is ahead of one for each layer: rows are few, and all is of one dtype and dense."""
+    x, norm, _, w, b, _, _ = node.args
+    vals = [n.meta["val"] for n in (x, *w, *b)]  # type: ignore[union-attr,misc]
+    rows, k = vals[0].shape
+    sizes = (rows, k, *(n for v in vals[1:] for n in v.shape))
+    if not all(isinstance(n, int) and n > 0 for n in sizes) or rows > MAX_ROWS or len(w) > MOST:  # type: ignore[arg-type]
+        return False
+    if vals[0].dtype not in products.FLOATS or any(v.dtype != vals[0].dtype for v in vals):
+        return False
+    dense = all(tuple(v.stride()) == (k, 1) for v in vals[1 : 1 + len(w)])  # type: ignore[arg-type]
+    return dense and (norm is None or norm.meta["val"].dtype in products.FLOATS)  # type: ignore[union-attr]
+
+
+def candidates(node: fx.Node, config: Any) -> list[Claim]:
+    """The claims of the call, the one to take without measuring first."""
+    return [_template(node, config, plan) for plan in _plans(node)]
+
+
+def _plans(node: fx.Node) -> list[Plan]:
+    """As a product's of as many columns, but in one part; gated, half the columns of two weights."""
+    m, k = (size_hint(n) for n in node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    n = sum(size_hint(v.shape[1]) for v in node.meta["val"])
+    dtype, share = node.meta["val"][0].dtype, 2 if node.args[6] else 1
+    cuts = (products.few_rows(m, n * share, k, 1, dtype, True, wide) for wide in (False, True))
+    plans = (Plan("rows", p.m, max(1, p.n // share), p.k, 1, p.warps, p.stages) for p in cuts)
+    return list(dict.fromkeys(plans))
+
+
+def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
+    def made(c: Call) -> Sequence[Launched]:
+        return kernels(_linears(c), plan, (c.note,) if c.note else (), config.interpret)
+
+    return claim(f"linears: Triton {plan}", made, prepare=_dense)
+
+
+def _dense(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+    """Every operand row-major."""
+
+    def dense(a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return [dense(each) for each in a]
+        return lowering.operand(a, dense=True) if isinstance(a, Value) else a
+
+    return [dense(a) for a in args]
+
+
+def _linears(c: Call) -> Linears:
+    x, norm, eps, w, b, act, gated = c.args
+    m, k = x.shape
+
+    def named(stem: str, views: Sequence[View], *strides: int) -> tuple[Operand, ...]:
+        return tuple(Operand(f"{stem}{i}", v, strides) for i, v in enumerate(views))
+
+    results = [View(y, y.shape, y.strides) for y in c.outputs]
+    return Linears(
+        m,
+        k,
+        Operand("x", x, (k, 1)),
+        None if norm is None else Operand("norm", norm, (1,)),
+        eps,
+        named("w", w, k, 1),
+        named("bias", b, 1),
+        named("out", results, 1),
+        act,
+        gated,
+    )
+
+
+__all__ = ["candidates", "supports"]
