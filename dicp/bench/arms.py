@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ class Decoder:
     def __init__(self, arm: Arm, cache_tokens: int) -> None:
         from transformers import StaticCache
 
-        self.arm = arm
+        self.arm, self.cache_tokens = arm, cache_tokens
         config = arm.model.config
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -119,6 +120,19 @@ class Decoder:
         """Let the cache hold only its first tokens."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(tokens)
+
+    def step(self, prompt: Tensor) -> Callable[[], Tensor]:
+        """One token more in each call, as in a loop that generates; after the prompt again when the cache is
+        full."""
+        room = self.cache_tokens - prompt.shape[1]
+        calls = itertools.count()
+
+        def call() -> Tensor:
+            if next(calls) % room == 0:
+                self.rewind(prompt.shape[1])
+            return self.feed(prompt[:, -1:])
+
+        return call
 
     def generate(self, ids: Tensor, count: int) -> Tensor:
         """The next tokens [1, count], each the most likely one."""

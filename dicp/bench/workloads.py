@@ -16,6 +16,8 @@ from dicp.bench.models.case import Inputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PHASES = ("inference", "training")
+ROOM = 64
+"""Tokens that a decoder's cache has room for behind the prompt."""
 Call = Callable[[], Tensor]
 
 
@@ -87,16 +89,10 @@ def _once(case: Case, contestant: str, setting: Setting) -> Call:
 
 
 def _decode(case: Case, contestant: str, setting: Setting) -> Call:
-    """One token after the prompt, batch 1, static key-value cache."""
+    """One token after the prompt and those before it, batch 1, static key-value cache."""
     prompt = _inputs(case, setting)["input_ids"]
     arm = arms.compiled_arm(_model(case, setting), contestant, DTYPES[setting.dtype])
-    decoder = arms.Decoder(arm, prompt.shape[1] + 64)
-
-    def call() -> Tensor:
-        decoder.rewind(prompt.shape[1])
-        return decoder.feed(prompt[:, -1:])
-
-    return call
+    return arms.Decoder(arm, prompt.shape[1] + ROOM).step(prompt)
 
 
 def _workloads() -> dict[str, Workload]:

@@ -48,11 +48,11 @@ def build_llama(size: str) -> nn.Module:
 
 
 def build_llama_7b(size: str) -> nn.Module:
-    """LLaMA-2 7B, 8 of its 32 layers (full)."""
+    """LLaMA-2 7B (full)."""
     if size != "full":
         return build_llama(size)
     return _llama(
-        hidden_size=4096, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32,
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
         intermediate_size=11008, vocab_size=32000, max_position_embeddings=4096,
     )  # fmt: skip
 
