@@ -5,7 +5,7 @@ graph still runs in eager PyTorch. They are functional, and used after autograd:
 
     linear     y = act(x @ w.T + b) + other          other: [..., N], added after the activation
     scaled_linear  y = act(x @ w.T * scale + b) + other   w: int8
-    linears    y, ... = act(n(x) @ w.T + b), ...     n: x itself, or its RMS norm; gated: one y, of two w
+    linears    y, ... = act(n(x) @ w.T * scale + b), ...  n: x, or its RMS norm; gated: one y, of two w
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
     separable  y = conv(act2(conv(act1(conv(x, w1, b1)), w2, b2)), w3, b3) + other    any, depthwise, 1x1
     attention  y = softmax(scale * q @ k.T + mask) @ v
@@ -37,7 +37,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _SCHEMAS = (
     "linear(Tensor x, Tensor w, Tensor? b, Tensor? other, str act='none') -> Tensor",
     "scaled_linear(Tensor x, Tensor w, Tensor? scale, Tensor? b, Tensor? other, str act='none') -> Tensor",
-    "linears(Tensor x, Tensor? norm, float eps, Tensor[] w, Tensor[] b, str act, bool gated) -> Tensor[]",
+    "linears(Tensor x, Tensor? norm, float eps, Tensor[] w, Tensor[] scale, Tensor[] b, str act, bool gated) "
+    "-> Tensor[]",
     "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, int[] stride, int[] padding, int[] dilation, "
     "int groups, str act) -> Tensor",
     "separable(Tensor x, Tensor w1, Tensor? b1, Tensor? other, Tensor w2, Tensor? b2, Tensor w3, "
@@ -101,26 +102,46 @@ def _scaled_linear_fake(
 
 
 def linears(
-    x: Tensor, norm: Tensor | None, eps: float, w: list[Tensor], b: list[Tensor], act: str, gated: bool
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    w: list[Tensor],
+    scale: list[Tensor],
+    b: list[Tensor],
+    act: str,
+    gated: bool,
 ) -> list[Tensor]:
-    """Linear layers of one x: [act(n(x) @ w.T + b), ...]; gated, of two: [act(n(x) @ w0.T + b0) *
-    (n(x) @ w1.T + b1)].
+    """Linear layers of one x: [act(n(x) @ w.T * scale + b), ...]; gated, of two, the first times the second,
+    which has no activation.
 
-    x: [M, K], w: each [N, K], b: none, or one of [N] for each; results [M, N], contiguous.
+    x: [M, K], w: each [N, K], of x's dtype or int8, scale: none, or one for each w, of [N] or one element,
+    b: none, or one of [N] for each; results [M, N], contiguous.
     n: x, or where `norm` is given, [K], x * rsqrt(mean(x * x) + eps) * norm, the statistics in float32.
     """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x
     if norm is not None:
-        wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        x = (normed.to(x.dtype) * norm).to(x.dtype)
-    ys = [F.linear(x, *operands) for operands in (zip(w, b, strict=True) if b else zip(w))]
-    if gated:
-        return [ACTIVATIONS[act](ys[0]) * ys[1]]
-    return [ACTIVATIONS[act](y).contiguous() for y in ys]
+        wide = x.to(compute)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        rows = (wide.to(x.dtype) * norm).to(x.dtype)
+
+    def layer(i: int, act: str) -> Tensor:
+        if w[i].dtype == torch.int8 or scale:
+            return scaled_linear(rows, w[i], scale[i] if scale else None, b[i] if b else None, None, act)
+        return linear(rows, w[i], b[i] if b else None, None, act)
+
+    return [layer(0, act) * layer(1, "none")] if gated else [layer(i, act) for i in range(len(w))]
 
 
 def _linears_fake(
-    x: Tensor, norm: Tensor | None, eps: float, w: list[Tensor], b: list[Tensor], act: str, gated: bool
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    w: list[Tensor],
+    scale: list[Tensor],
+    b: list[Tensor],
+    act: str,
+    gated: bool,
 ) -> list[Tensor]:
     _check_act("linears", act)
     return [x.new_empty([x.shape[0], each.shape[0]]) for each in (w[:1] if gated else w)]

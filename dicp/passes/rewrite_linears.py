@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,19 @@ from dicp.passes.rules import Claims, Emitter, finish, sole_user
 
 
 class Layer(NamedTuple):
-    """A dicp::linear that nothing is added to."""
+    """A dicp::linear or dicp::scaled_linear without `other`."""
 
     node: Node
     w: Node
+    scale: Node | None
     b: Node | None
     act: str
+
+    @property
+    def kind(self) -> Any:
+        """The same of layers that one call may compute."""
+        scale = None if self.scale is None else (rank(self.scale), value_of(self.scale).dtype)
+        return value_of(self.w).dtype, scale, self.b is None
 
 
 class Joined(NamedTuple):
@@ -42,22 +49,21 @@ class Norm(NamedTuple):
 
 
 def rewrite_linears(gm: GraphModule, vendor: Claims) -> GraphModule:
-    """silu(linear(n(x), v)) * linear(n(x), w)  ->  dicp.linears(x, norm, eps, [v, w], [], "silu", True)[0]
-    linear(x, v), linear(x, w), ...  ->  dicp.linears(x, None, 0.0, [v, w, ...], [], "none", False)
+    """silu(linear(n(x), v)) * linear(n(x), w)  ->  dicp.linears(x, norm, eps, [v, w], [], [], "silu", True)
+    linear(x, v), linear(x, w), ...  ->  dicp.linears(x, None, 0.0, [v, w, ...], [], [], "none", False)
 
     For a vendor that claims it, where one call is ahead of several because rows are few. The norm goes along
     where nothing but these layers reads it: its own rounding to low precision is left out.
     """
+    register()
+    targets = (torch.ops.dicp.linear.default, torch.ops.dicp.scaled_linear.default)
     layers: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
-        if node.target is torch.ops.dicp.linear.default:
+        if node.target in targets:
             layers.setdefault(_without_views(node.args[0]), []).append(node)
-    if not layers:
-        return gm
-    register()
     order = {node: k for k, node in enumerate(gm.graph.nodes)}
     for readers in layers.values():
-        found = [n for n in readers if n.args[3] is None]
+        found = [layer for layer in map(_layer, readers) if layer is not None]
         joined = [*_gated(found), *_side_by_side(found)]
         x = _without_views(readers[0].args[0])  # what was there may have become a result of such a call
         norm = _norm(x) if _read_by(x, [layer.node for j in joined for layer in j.layers]) else None
@@ -68,9 +74,10 @@ def rewrite_linears(gm: GraphModule, vendor: Claims) -> GraphModule:
     return finish(gm)
 
 
-def _layer(node: Node) -> Layer:
-    _, w, b, _, act = node.args
-    return Layer(node, w, b, str(act))  # type: ignore[arg-type]
+def _layer(node: Node) -> Layer | None:
+    x, w, *scale, b, other, act = node.args
+    del x
+    return None if other is not None else Layer(node, w, (*scale, None)[0], b, str(act))  # type: ignore[arg-type]
 
 
 def _without_views(x: Any) -> Node:
@@ -84,11 +91,11 @@ def _columns(x: Node) -> Any:
     return value_of(x).shape[-1] if rank(x) > 0 else None
 
 
-def _gated(nodes: Iterable[Node]) -> list[Joined]:
+def _gated(layers: Sequence[Layer]) -> list[Joined]:
     """act(linear(x, w0, b0)) * linear(x, w1, b1)"""
-    known = {n: _layer(n) for n in nodes}
+    known = {layer.node: layer for layer in layers}
     made = []
-    for first in list(known.values()):
+    for first in layers:
         user = sole_user(first.node)
         if first.act == "none" or user is None or user.target is not aten.mul.Tensor:
             continue
@@ -97,19 +104,19 @@ def _gated(nodes: Iterable[Node]) -> list[Joined]:
         if second is None or second.act != "none" or sole_user(second.node) is not user:
             continue
         alike = all(same_shape(n, user) and same_dtype(n, user) for n in (first.node, second.node))
-        if alike and (first.b is None) == (second.b is None):
+        if alike and first.kind == second.kind:
             made.append(Joined([first, second], [user], gated=True))
     return made
 
 
-def _side_by_side(nodes: Iterable[Node]) -> list[Joined]:
-    """The others, by activation and whether they have a bias."""
-    taken = {layer.node for j in _gated(nodes) for layer in j.layers}
+def _side_by_side(layers: Sequence[Layer]) -> list[Joined]:
+    """The others, by activation and what they are made of."""
+    taken = {layer.node for j in _gated(layers) for layer in j.layers}
     kinds: dict[Any, list[Layer]] = {}
-    for layer in map(_layer, nodes):
+    for layer in layers:
         if layer.node not in taken:
-            kinds.setdefault((layer.act, layer.b is None, value_of(layer.w).dtype), []).append(layer)
-    return [Joined(layers, [layer.node for layer in layers]) for layers in kinds.values()]
+            kinds.setdefault((layer.act, layer.kind), []).append(layer)
+    return [Joined(each, [layer.node for layer in each]) for each in kinds.values()]
 
 
 # -- the norm ------------------------------------------------------------------------------------------------
@@ -160,8 +167,10 @@ def _apply(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[No
     """Put the call before the first of the values that it gives, if what it reads is there by then and the
     vendor claims it."""
     first = min(j.roots, key=order.__getitem__)
-    read = [x, *(n for layer in j.layers for n in (layer.w, layer.b) if n is not None)]
-    read += [norm.weight] if norm is not None else []
+    ws = [layer.w for layer in j.layers]
+    scales = [layer.scale for layer in j.layers if layer.scale is not None]
+    bs = [layer.b for layer in j.layers if layer.b is not None]
+    read = [x, *ws, *scales, *bs, *([norm.weight] if norm is not None else [])]
     if any(order.get(n, -1) >= order[first] for n in read) or not all(map(is_tensor, read)):
         return False
     emit = Emitter(first)
@@ -171,10 +180,8 @@ def _apply(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[No
     if not isinstance(rows, int):
         return False
     x = emit(aten.view.default, x, [rows, value_of(x).shape[-1]]) if rank(x) != 2 else x
-    ws = [layer.w for layer in j.layers]
-    bs = [layer.b for layer in j.layers if layer.b is not None]
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    args = (x, weight, eps, ws, bs, j.layers[0].act, j.gated)
+    args = (x, weight, eps, ws, scales, bs, j.layers[0].act, j.gated)
     call = emit(torch.ops.dicp.linears.default, *args)
     if not vendor.supports(call.target, call):
         emit.undo()

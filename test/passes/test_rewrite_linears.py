@@ -45,7 +45,7 @@ class TestText(TestCase, CheckPass):
             """\
 graph(arg0_1: f32[1,1,8], arg1_1: f32[8], arg2_1: f32[4,8], arg3_1: f32[4,8]):
   v0: f32[1,8] = view(arg0_1, [1,8])
-  v1: (f32[1,4]) = dicp.linears(v0, arg1_1, 1e-06, [arg2_1,arg3_1], [], silu, True)
+  v1: (f32[1,4]) = dicp.linears(v0, arg1_1, 1e-06, [arg2_1,arg3_1], [], [], silu, True)
   v2: f32[1,4] = v1[0]
   v3: f32[1,1,4] = view(v2, [1,1,4])
   return v3
@@ -62,7 +62,7 @@ graph(arg0_1: f32[1,1,8], arg1_1: f32[8], arg2_1: f32[4,8], arg3_1: f32[4,8]):
             """\
 graph(arg0_1: f32[1,1,8], arg1_1: f32[8], arg2_1: f32[8,8], arg3_1: f32[4,8], arg4_1: f32[4,8]):
   v0: f32[1,8] = view(arg0_1, [1,8])
-  v1: (f32[1,8], f32[1,4], f32[1,4]) = dicp.linears(v0, arg1_1, 1e-06, [arg2_1,arg3_1,arg4_1], [], none, False)
+  v1: (f32[1,8], f32[1,4], f32[1,4]) = dicp.linears(v0, arg1_1, 1e-06, [arg2_1,arg3_1,arg4_1], [], [], none, False)
   v2: f32[1,8] = v1[0]
   v3: f32[1,1,8] = view(v2, [1,1,8])
   v4: f32[1,4] = v1[1]
@@ -89,7 +89,7 @@ graph(arg0_1: f32[2,8], arg1_1: f32[8], arg2_1: f32[4,8], arg3_1: f32[4,8]):
   v3: f32[2,1] = rsqrt(v2)
   v4: f32[2,8] = mul(arg0_1, v3)
   v5: f32[2,8] = mul(arg1_1, v4)
-  v6: (f32[2,4], f32[2,4]) = dicp.linears(v5, None, 0.0, [arg2_1,arg3_1], [], none, False)
+  v6: (f32[2,4], f32[2,4]) = dicp.linears(v5, None, 0.0, [arg2_1,arg3_1], [], [], none, False)
   v7: f32[2,4] = v6[0]
   v8: f32[2,4] = v6[1]
   return v7, v8, v5
@@ -108,7 +108,7 @@ graph(arg0_1: f32[2,8], arg1_1: f32[8], arg2_1: f32[4,8], arg3_1: f32[4,8]):
             rewritten(self.check, fn, (2, K), *shapes),
             """\
 graph(arg0_1: f32[2,8], arg1_1: f32[8,8], arg2_1: f32[4,8], arg3_1: f32[4,8], arg4_1: f32[8,8], arg5_1: f32[4,8], arg6_1: f32[4]):
-  v0: (f32[2,8], f32[2,4]) = dicp.linears(arg0_1, None, 0.0, [arg1_1,arg2_1], [], none, False)
+  v0: (f32[2,8], f32[2,4]) = dicp.linears(arg0_1, None, 0.0, [arg1_1,arg2_1], [], [], none, False)
   v1: f32[2,8] = v0[0]
   v2: f32[2,4] = v0[1]
   v3: f32[2,4] = dicp.linear(arg0_1, arg3_1, None, None, relu)

@@ -54,8 +54,9 @@ def claim_for(node: fx.Node, config: Any) -> Claim | None:
 def candidates(node: fx.Node, config: Any) -> list[Claim]:
     """The calls that could serve a node, the one to take without measuring first; one under
     numerics="eager"."""
-    if node.target is torch.ops.dicp.linears.default:
-        return linears.candidates(node, config)
+    own = _own().get(node.target)
+    if own is not None:
+        return own(node, config)
     make = _table().get(node.target)
     claim = make(node) if make is not None else None
     if claim is None:
@@ -69,6 +70,16 @@ def candidates(node: fx.Node, config: Any) -> list[Claim]:
     if node.target in _attentions():
         return attention.candidates(node, config, claim)
     return [claim]
+
+
+@functools.cache
+def _own() -> dict[Any, Callable[[fx.Node, Any], list[Claim]]]:
+    """Calls that no library has."""
+    from dicp.ops.library import register
+
+    register()
+    ops = torch.ops.dicp
+    return {ops.linears.default: linears.candidates, ops.scaled_linear.default: products.scaled}
 
 
 @functools.cache
@@ -87,6 +98,8 @@ def supports(target: Any, node: fx.Node) -> bool:
     """Whether a dicp::* call may be formed. Mostly products do not: the kernel that follows does the rest."""
     if target is torch.ops.dicp.linear.default:
         return products.supports_linear(node)
+    if target is torch.ops.dicp.scaled_linear.default:
+        return products.supports_scaled(node)
     if target is torch.ops.dicp.linears.default:
         return linears.supports(node)
     if target is torch.ops.dicp.conv.default:

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
 from dicp.compat import size_hint
 from dicp.ir.value import Value
@@ -21,17 +23,16 @@ MOST = 6  # weights of a launch
 
 
 def supports(node: fx.Node) -> bool:
-    """Whether the call is ahead of one for each layer: rows are few, and all is of one dtype and dense."""
-    x, norm, _, w, b, _, _ = node.args
-    vals = [n.meta["val"] for n in (x, *w, *b)]  # type: ignore[union-attr,misc]
-    rows, k = vals[0].shape
-    sizes = (rows, k, *(n for v in vals[1:] for n in v.shape))
-    if not all(isinstance(n, int) and n > 0 for n in sizes) or rows > MAX_ROWS or len(w) > MOST:  # type: ignore[arg-type]
+    """Whether the call is ahead of one for each layer: rows are few, and weights are dense."""
+    x, norm, ws, scales, bs = (map_arg(node.args[k], lambda n: n.meta["val"]) for k in (0, 1, 3, 4, 5))
+    (rows, k), dtype = x.shape, x.dtype
+    sizes = (rows, k, *(n for v in (*ws, *scales, *bs) for n in v.shape))
+    if not all(isinstance(n, int) and n > 0 for n in sizes) or rows > MAX_ROWS or len(ws) > MOST:
         return False
-    if vals[0].dtype not in products.FLOATS or any(v.dtype != vals[0].dtype for v in vals):
-        return False
-    dense = all(tuple(v.stride()) == (k, 1) for v in vals[1 : 1 + len(w)])  # type: ignore[arg-type]
-    return dense and (norm is None or norm.meta["val"].dtype in products.FLOATS)  # type: ignore[union-attr]
+    added = [*scales, *bs, *([] if norm is None else [norm])]
+    floats = dtype in products.FLOATS and all(v.dtype in products.FLOATS for v in added)
+    dense = all(v.dtype in (dtype, torch.int8) and tuple(v.stride()) == (k, 1) for v in ws)
+    return floats and dense
 
 
 def candidates(node: fx.Node, config: Any) -> list[Claim]:
@@ -43,7 +44,8 @@ def _plans(node: fx.Node) -> list[Plan]:
     """As a product's of as many columns, but in one part; gated, half the columns of two weights."""
     m, k = (size_hint(n) for n in node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     n = sum(size_hint(v.shape[1]) for v in node.meta["val"])
-    dtype, share = node.meta["val"][0].dtype, 2 if node.args[6] else 1
+    dtype = node.args[3][0].meta["val"].dtype  # type: ignore[index,union-attr]
+    share = 2 if node.args[7] else 1
     cuts = (products.few_rows(m, n * share, k, 1, dtype, True, wide) for wide in (False, True))
     plans = (Plan("rows", p.m, max(1, p.n // share), p.k, 1, p.warps, p.stages) for p in cuts)
     return list(dict.fromkeys(plans))
@@ -68,7 +70,7 @@ def _dense(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _linears(c: Call) -> Linears:
-    x, norm, eps, w, b, act, gated = c.args
+    x, norm, eps, w, scale, b, act, gated = c.args
     m, k = x.shape
 
     def named(stem: str, views: Sequence[View], *strides: int) -> tuple[Operand, ...]:
@@ -82,6 +84,7 @@ def _linears(c: Call) -> Linears:
         None if norm is None else Operand("norm", norm, (1,)),
         eps,
         named("w", w, k, 1),
+        tuple(Operand(f"scale{i}", v, tuple(v.strides) or (0,)) for i, v in enumerate(scale)),
         named("bias", b, 1),
         named("out", results, 1),
         act,

@@ -29,6 +29,8 @@ from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Plan, Product, ke
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SCALED_ROWS = 64
+"""Rows up to which weights of int8 are read as stored: each tile of rows converts them anew."""
 SMALL_M = 16
 """Rows up to which a product with an epilogue is a template: it reads b once, whatever it does besides."""
 FUSED_K = {torch.float32: 128, torch.bfloat16: 512, torch.float16: 512}
@@ -95,13 +97,14 @@ def _count(plan: Plan, m: int, n: int, batch: int) -> int:
 def few_rows(
     m: int, n: int, k: int, batch: int, dtype: torch.dtype, along_k: bool, wide: bool = False
 ) -> Plan:
-    """On an H200, in bfloat16, a row by weights of 4096x4096, 11008x4096 and 4096x11008 takes 10.5, 23.7 and
-    23.4 us with 4 columns and 1,024 terms a step, 12.3, 27.5 and 29.6 with 8 and 512."""
+    """dtype: of the weights. On an H200, in bfloat16, a row by weights of 4096x4096, 11008x4096 and
+    4096x11008 takes 10.5, 23.7 and 23.4 us with 4 columns and 1,024 terms a step, 12.3, 27.5 and 29.6 with 8
+    and 512."""
     if not along_k:
         columns, step = (64 if wide else 32), 64 // (2 if m > 2 else 1)
     else:
         columns, step = (8, 512) if wide else (4, 1024)
-        step //= (2 if m > 2 else 1) * (2 if dtype == torch.float32 else 1)
+        step = 2 * step // dtype.itemsize // (2 if m > 2 else 1)
         while step > 128 and k % step and k < 4 * step:
             step //= 2
         while columns > 2 and batch * n < 2 * columns * multiprocessors():
@@ -131,6 +134,18 @@ def supports_linear(node: fx.Node) -> bool:
     if val.dtype not in FLOATS or not all(v.meta["val"].dtype == val.dtype for v in (x, w)):  # type: ignore[union-attr]
         return False
     return _template_first(node, str(act or "none")) or _inside(node)
+
+
+def supports_scaled(node: fx.Node) -> bool:
+    """Whether dicp::scaled_linear is formed: where rows are few, and all of them are known."""
+    operands: list[Any] = [None if a is None else a.meta["val"] for a in node.args[:3]]  # type: ignore[union-attr]
+    x, w, scale = operands
+    rows, val = _known_rows(node), node.meta["val"]
+    if rows is None or not 0 < rows <= SCALED_ROWS or 0 in (*val.shape, *x.shape):
+        return False
+    floats = (x, val) if scale is None else (x, val, scale)
+    known = all(isinstance(n, int) for n in (*val.shape, *w.shape))
+    return known and x.dtype == val.dtype and w.dtype == torch.int8 and all(v.dtype in FLOATS for v in floats)
 
 
 def _inside(node: fx.Node) -> bool:
@@ -167,10 +182,14 @@ def _has_other(node: fx.Node) -> bool:
     return node.target is torch.ops.dicp.linear.default and len(node.args) > 3 and node.args[3] is not None
 
 
+def _is_linear(node: fx.Node) -> bool:
+    return node.target in (torch.ops.dicp.linear.default, torch.ops.dicp.scaled_linear.default)
+
+
 def _known_rows(node: fx.Node) -> int | None:
     """Rows of the result, where they are known and the operand is one matrix."""
     val = node.meta["val"]
-    rows = val.shape[:-1] if node.target is torch.ops.dicp.linear.default else val.shape[-2:-1]
+    rows = val.shape[:-1] if _is_linear(node) else val.shape[-2:-1]
     count = 1
     for n in rows:
         if not isinstance(n, int):
@@ -189,7 +208,7 @@ def _sizes(node: fx.Node) -> tuple[int, int, int, int]:
     """(m, n, k, batch) as seen while tracing"""
     a, _ = _factors(node)
     shape = [size_hint(n) for n in node.meta["val"].shape]
-    if node.target is torch.ops.dicp.linear.default:
+    if _is_linear(node):
         rows = 1
         for n in shape[:-1]:
             rows *= n
@@ -219,8 +238,18 @@ def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
     return [made[0], library, *made[1:]] if first else [library, *made]
 
 
+def scaled(node: fx.Node, config: Any) -> list[Claim]:
+    """The claims of a dicp::scaled_linear, the one to take without measuring first. No library reads int8."""
+    m, n, k, _ = _sizes(node)
+    x, w = _factors(node)
+    along_k = size_hint(w.stride(-1)) == 1
+    few = [few_rows(m, n, k, 1, w.dtype, along_k, wide) for wide in (False, True)] if m <= MAX_ROWS else []
+    tiles = plans(max(m, MAX_ROWS + 1), n, k, 1, x.dtype, True, along_k)
+    return [_template(node, config, plan) for plan in dict.fromkeys([*few, *tiles])]
+
+
 def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
-    linear = node.target is torch.ops.dicp.linear.default
+    linear = _is_linear(node)
 
     def made(c: Call) -> Sequence[Launched]:
         product = _linear(c) if linear else _matrix(c)
@@ -228,7 +257,8 @@ def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
 
     name = f"{_name(node)}: Triton {plan}"
     if linear:
-        return claim(name, made, prepare=dense(0, 3))
+        other = 4 if node.target is torch.ops.dicp.scaled_linear.default else 3
+        return claim(name, made, prepare=dense(0, other))
     return claim(name, made, strides=aligned_rows, prepare=aligned_operands)
 
 
@@ -237,8 +267,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _linear(c: Call) -> Product:
-    """act(x @ w.T + b) + other, leading dims taken as one."""
-    x, w, bias, other, act = (*c.args, *[None] * 5)[:5]
+    """act(x @ w.T * scale + b) + other, leading dims taken as one."""
+    scaled = c.node.target is torch.ops.dicp.scaled_linear.default
+    scale = c.args[2] if scaled else None
+    x, w, bias, other, act = (*c.args[:2], *c.args[3 if scaled else 2 :], *[None] * 3)[:5]
     y = c.outputs[0]
     m, k, n = ix.product(x.shape[:-1]), x.shape[-1], y.shape[-1]
     out = View(y, y.shape, y.strides)
@@ -255,6 +287,7 @@ def _linear(c: Call) -> Product:
         other=None if other is None else Operand("other", other, (0, n, 1)),
         act=act or "none",
         precision=precision(),
+        scale=None if scale is None else Operand("scale", scale, (0, 0, *(scale.strides or (0,)))),
     )
 
 
@@ -399,4 +432,13 @@ def linear_library(node: fx.Node) -> Claim:
     return Claim("linear: cuBLAS", emit, out=True, prepare=dense(0, 3))
 
 
-__all__ = ["candidates", "few_rows", "linear_library", "plans", "precision", "supports_linear"]
+__all__ = [
+    "candidates",
+    "few_rows",
+    "linear_library",
+    "plans",
+    "precision",
+    "scaled",
+    "supports_linear",
+    "supports_scaled",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from kernels import compile_everywhere
 from templates import run, view
 from test_early_launches import order
+from test_products import product
 from torch import Tensor, nn
 
 from dicp.compiler import Compiled, observe
@@ -19,6 +21,7 @@ from dicp.ops.library import linears
 from dicp.vendor.cuda_graph.templates import Launched, Operand
 from dicp.vendor.cuda_graph.templates.linears import Linears, kernels
 from dicp.vendor.cuda_graph.templates.product import Plan
+from dicp.vendor.cuda_graph.templates.product import kernels as kernels_of_products
 
 PLAN = Plan("rows", 4, 4, 32)
 
@@ -38,15 +41,22 @@ def layers(
     gated: bool = False,
     norm: bool = True,
     bias: bool = False,
+    scale: tuple[int, ...] | None = None,
 ) -> tuple[Linears, dict[str, Tensor], list[Tensor]]:
-    """The layers, their tensors, and what they should come to in float64."""
+    """The layers, their tensors, and what they should come to in float64. scale: of weights stored as int8,
+    () for one that all columns share, (0,) for one for each."""
     tensors = {"x": torch.randn(m, k).to(dtype)}
     tensors |= {"norm": torch.randn(k).to(dtype)} if norm else {}
-    tensors |= {f"w{i}": torch.randn(n, k).to(dtype) for i, n in enumerate(columns)}
+    for i, n in enumerate(columns):
+        stored = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+        tensors[f"w{i}"] = torch.randn(n, k).to(dtype) if scale is None else stored
+    if scale is not None:
+        own = {f"scale{i}": torch.rand([n] if scale else []) / 64 for i, n in enumerate(columns)}
+        tensors |= {name: t.to(dtype) for name, t in own.items()}
     tensors |= {f"bias{i}": torch.randn(n).to(dtype) for i, n in enumerate(columns) if bias}
     exact = {name: t.double() for name, t in tensors.items()}
-    ws, bs = ([exact[name] for name in exact if name.startswith(stem)] for stem in ("w", "bias"))
-    want = linears(exact["x"], exact.get("norm"), 1e-5, ws, bs, act, gated)
+    each = ([exact[name] for name in exact if name.startswith(stem)] for stem in ("w", "scale", "bias"))
+    want = linears(exact["x"], exact.get("norm"), 1e-5, *each, act, gated)
     for i, y in enumerate(want):
         tensors[f"out{i}"] = torch.full(y.shape, float("nan")).to(dtype)
 
@@ -54,9 +64,9 @@ def layers(
         names = [name for name in tensors if name.startswith(stem)]
         return tuple(Operand(name, view(name, tensors[name]), strides) for name in names)
 
-    (x,), scale = operands("x", k, 1), operands("norm", 1)
-    ws_bs_ys = operands("w", k, 1), operands("bias", 1), operands("out", 1)
-    return Linears(m, k, x, scale[0] if norm else None, 1e-5, *ws_bs_ys, act, gated), tensors, want
+    (x,), (*norms,), factor = operands("x", k, 1), operands("norm", 1), (1 if scale else 0)
+    several = operands("w", k, 1), operands("scale", factor), operands("bias", 1), operands("out", 1)
+    return Linears(m, k, x, norms[0] if norm else None, 1e-5, *several, act, gated), tensors, want
 
 
 def check(
@@ -93,6 +103,14 @@ def test_biases_and_rows(m: int, gated: bool, config: Config) -> None:
     check(layers(m, 64, (12, 12), act=act, gated=gated, bias=True, norm=m != 3), config)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("scale", [(0,), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_int8(dtype: torch.dtype, scale: tuple[int, ...], gated: bool, config: Config) -> None:
+    act = "silu" if gated else "none"
+    check(layers(2, 70, (9, 9), dtype, act, gated=gated, scale=scale, bias=True), config)
+
+
 def test_64_bit_positions(config: Config) -> None:
     check(layers(2, 70, (9, 6)), config, wide=True)
 
@@ -106,6 +124,23 @@ def test_they_compile_for_every_gpu_and_read_weights_first(config: Config) -> No
         found = order(made.template, config)
         wait = found.index("griddepcontrol.wait")
         assert set(found[:wait]) == {"ld.global"} and [p.operands[k] for k in made.ahead] == list(p.w)
+
+
+def test_products_of_int8_compile_for_every_gpu(config: Config) -> None:
+    made = []
+    for dtype, plan in (
+        (torch.bfloat16, Plan("rows", 2, 4, 2048, stages=4)),
+        (torch.bfloat16, Plan("tile", 16, 64, 64, split=2)),
+        (torch.float32, Plan("tile", 32, 32, 32)),
+    ):
+        p, _, _ = product(2, 64, 4096, dtype, "silu", bias=False, other=False)
+        w, scale = torch.zeros(1, 64, 4096, dtype=torch.int8), torch.zeros(64, dtype=dtype)
+        b = Operand("b", view("b", w), (0, 1, 4096))
+        made += kernels_of_products(
+            replace(p, b=b, scale=Operand("scale", view("scale", scale), (0, 0, 1))), plan, ()
+        )
+    sources = [launched.template for launched in made]
+    assert compile_everywhere(sources, config) == 3 * len(sources)
 
 
 # -- in programs ---------------------------------------------------------------------------------------------
@@ -151,6 +186,42 @@ def test_a_block_is_three_products(
     exact = net.double()(x.double())
     loose = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got.double(), exact, rtol=loose, atol=loose)
+
+
+class Stored(nn.Module):
+    """A linear layer of int8, as models write it."""
+
+    def __init__(self, of: nn.Linear) -> None:
+        super().__init__()
+        scales = of.weight.data.abs().amax(1) / 127
+        self.register_buffer("weight", (of.weight.data / scales[:, None]).round().to(torch.int8))
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype)) * self.scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        (1, ["linears", "linears", "scaled_linear"]),
+        (20, ["scaled_linear"] * 6),  # tiles, each for itself
+        (80, ["mm"] * 6),  # of converted weights, by cuBLAS
+    ],
+)
+def test_int8_weights_are_read_as_stored(
+    rows: int, want: list[str], dtype: torch.dtype, cuda_cache: str
+) -> None:
+    torch.manual_seed(0)
+    net = Block(64, bias=False)
+    for name in ("q", "k", "v", "gate", "up", "down"):
+        setattr(net, name, Stored(getattr(net, name)))
+    net, x = net.to(dtype), torch.randn(rows, 64).to(dtype)
+    got, calls = programs(net, x, cuda_cache)
+    assert [name.partition(":")[0] for name in calls] == want, calls
+    loose = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(got.double(), net.double()(x.double()), rtol=loose, atol=loose)
 
 
 def test_many_rows_and_eagers_numerics_have_calls_of_their_own(cuda_cache: str) -> None:

@@ -1,18 +1,18 @@
 """Linear layers of the same few rows as one kernel: the form `rows` of a product (product.py) over several
 weights.
 
-    out_i[m, n] = act(scale[m] * sum over k of x[m, k] * norm[k] * w_i[n, k] + b_i[n])
+    out_i[m, n] = act(rstd[m] * scale_i[n] * sum over k of x[m, k] * norm[k] * w_i[n, k] + b_i[n])
     out[m, n]   = act(... w_0 ...) * (... w_1 ...)                                       gated
 
 Side by side, a program finds by its number which weight it reads; gated, it reads the same columns of both.
-scale is 1 / sqrt(mean over k of x[m, k] ** 2 + eps), which a program finds on the same way along k, without
-reading x before: it is a factor of all terms.
+rstd is 1 / sqrt(mean over k of x[m, k] ** 2 + eps), which a program finds on the same way along k, without
+reading x before: it is a factor of all terms. scale: of weights stored as int8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,12 +21,13 @@ from dicp.ir.index import Index
 from dicp.vendor.cuda_graph.expression import TYPES
 from dicp.vendor.cuda_graph.module import INDENT, WAIT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
-from dicp.vendor.cuda_graph.templates.product import ACTIVATIONS, SHORT, Plan, load
+from dicp.vendor.cuda_graph.templates.product import ACTIVATIONS, SHORT, Plan, load, widened
 
 
 @dataclass(frozen=True)
 class Linears:
-    """Sizes and operands: x: [m, k], w: each [n, k], bias: none, or for each w, out: [m, n], dense."""
+    """Sizes and operands: x: [m, k], w: each [n, k], scale and bias: none, or for each w, out: [m, n], dense
+    but for scales, which may be the same for all n."""
 
     m: int
     k: int
@@ -34,6 +35,7 @@ class Linears:
     norm: Operand | None
     eps: float
     w: tuple[Operand, ...]
+    scale: tuple[Operand, ...]
     bias: tuple[Operand, ...]
     out: tuple[Operand, ...]
     act: str
@@ -46,17 +48,18 @@ class Linears:
 
     @property
     def operands(self) -> list[Operand]:
-        return [self.x, *([self.norm] if self.norm else []), *self.w, *self.bias, *self.out]
+        return [self.x, *([self.norm] if self.norm else []), *self.w, *self.scale, *self.bias, *self.out]
 
     @property
     def formula(self) -> str:
         """What is computed, for the reader of the module."""
         left = "x[m, k]" if self.norm is None else "x[m, k] * norm[k]"
-        scale = "" if self.norm is None else f"rsqrt(mean over k of x[m, k]**2 + {self.eps}) * "
+        rstd = "" if self.norm is None else f"rsqrt(mean over k of x[m, k]**2 + {self.eps}) * "
 
         def layer(i: str, act: str) -> str:
             bias = f" + bias{i}[n]" if self.bias else ""
-            inner = f"{scale}sum over k of {left} * w{i}[n, k]{bias}"
+            scale = f"scale{i}[n] * " if self.scale else ""
+            inner = f"{rstd}{scale}sum over k of {left} * w{i}[n, k]{bias}"
             return inner if act == "none" else f"{act}({inner})"
 
         if self.gated:
@@ -105,9 +108,10 @@ class _Writer:
                 text = f"tl.where(tile < {beyond}, {value}, {text})"
             return text
 
-        read = {} if p.gated else {"w": p.w} | ({"bias": p.bias} if p.bias else {})
+        read = {} if p.gated else {"w": p.w, "scale": p.scale, "bias": p.bias}
         lines = ["tile = tl.program_id(0)"]
-        lines += [f"{name} = {of([o.name for o in each])}" for name, each in (*read.items(), ("out", p.out))]
+        used = {name: each for name, each in (read | {"out": p.out}).items() if each}
+        lines += [f"{name} = {of([o.name for o in each])}" for name, each in used.items()]
         if len(p.out) > 1:
             lines += [f"columns = {of(p.columns)}"] if self._columns == "columns" else []
             lines.append(f"tile = tile - {of(first)}")
@@ -129,7 +133,6 @@ class _Writer:
 
     def _sums(self) -> list[str]:
         p, k = self.p, self.p.k
-        low = p.x.dtype in ex.LOW_PRECISION
         rows = range(p.m)
         lines = [f"{w}_sum{m} = tl.full([BN, BK], 0.0, tl.float32)" for w in self.read for m in rows]
         if p.norm is not None:
@@ -147,7 +150,7 @@ class _Writer:
         ]
         if p.norm is not None:
             inside.append(f"norm_k = {load('norm + k', live_k, p.norm.dtype)}")
-        inside += [f"wide_{w} = " + (f"d.widen(right_{w})" if low else f"right_{w}") for w in self.read]
+        inside += [f"wide_{w} = {widened(f'right_{w}', p.w[0].dtype)}" for w in self.read]
         for m in rows:
             inside.append(f"left = {load(f'x + {m * k} + k' if m else 'x + k', live_k, p.x.dtype)}")
             if p.norm is not None:
@@ -163,13 +166,15 @@ class _Writer:
         lines = []
         for m in range(p.m):
             if p.norm is not None:
-                lines.append(f"scale = d.rsqrt(d.row_sum(squares{m}) / {float(p.k)!r} + {p.eps!r})")
+                lines.append(f"rstd = d.rsqrt(d.row_sum(squares{m}) / {float(p.k)!r} + {p.eps!r})")
             for w in self.read:
                 y = "y" if w != "w1" else "times"
-                bias = "bias" + w[1:]
-                lines.append(f"{y} = d.row_sum({w}_sum{m})" + (" * scale" if p.norm is not None else ""))
-                if p.bias:
-                    lines.append(f"{y} = {y} + {load(f'{bias} + n', self._live_n, p.bias[0].dtype)}")
+                lines.append(f"{y} = d.row_sum({w}_sum{m})" + (" * rstd" if p.norm is not None else ""))
+                for of, how, stem in ((p.scale, "*", "scale"), (p.bias, "+", "bias")):
+                    if of:
+                        at = replace(of[0], name=stem + w[1:]).at("n")
+                        live = self._live_n if of[0].strides != (0,) else None
+                        lines.append(f"{y} = {y} {how} {load(at, live, of[0].dtype)}")
             lines += short.get(p.act, ACTIVATIONS[p.act])
             lines += ["y = y * times"] if p.gated else []
             kept = f"d.narrow(y, {TYPES[p.out[0].dtype]})" if p.out[0].dtype in ex.LOW_PRECISION else "y"

@@ -2,6 +2,8 @@
 
     out[z, m, n] = act(alpha * sum over k of a[z, m, k] * b[z, k, n] + beta * bias + residual) + other
 
+b may be stored as int8, with a scale in alpha's place: it is converted where it is multiplied.
+
 Two forms. `tile`: a program computes a tile of the result on the tensor cores; programs follow each other
 down groups of rows of tiles, so that what they read of b is still in L2. `rows`: for up to MAX_ROWS rows,
 where reading b is all the time there is; a program multiplies rows of a into the columns it reads, without
@@ -73,7 +75,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Product:
-    """Sizes and operands; axes are (z, m, n), those of a (z, m, k), those of b (z, k, n)."""
+    """Sizes and operands; axes are (z, m, n), those of a (z, m, k), those of b (z, k, n). b: of a's dtype, or
+    int8."""
 
     stem: str
     batch: Index
@@ -90,10 +93,11 @@ class Product:
     beta: float = 1
     act: str = "none"
     precision: str = "ieee"
+    scale: Operand | None = None
 
     @property
     def operands(self) -> list[Operand]:
-        optional = (self.bias, self.residual, self.other)
+        optional = (self.scale, self.bias, self.residual, self.other)
         return [o for o in (self.a, self.b, *optional, self.out) if o is not None]
 
     @property
@@ -106,6 +110,7 @@ class Product:
         """What is computed, for the reader of the module."""
         inner = "sum over k of a[m, k] * b[k, n]"
         inner = inner if self.alpha == 1 else f"{self.alpha} * {inner}"
+        inner = inner if self.scale is None else f"scale[n] * {inner}"
         if self.bias is not None:
             inner += " + bias" if self.beta == 1 else f" + {self.beta} * bias"
         inner += " + residual[m, n]" if self.residual is not None else ""
@@ -271,9 +276,13 @@ class Writer:
         p = self.p
         left = p.a.at(self._z, "m[:, None]", "k[None, :]", full=True)
         right = p.b.at(self._z, "k[:, None]", "n[None, :]", full=True)
+        read = load(right, _both(live_k, "[:, None]", live_n, "[None, :]"))
+        if p.b.dtype != p.a.dtype:
+            read = widened(read, p.b.dtype)
+            read = f"d.narrow({read}, {TYPES[p.a.dtype]})" if p.a.dtype in ex.LOW_PRECISION else read
         return [
             f"left = {load(left, _both(live_m, '[:, None]', live_k, '[None, :]'))}",
-            f"right = {load(right, _both(live_k, '[:, None]', live_n, '[None, :]'))}",
+            f"right = {read}",
         ]
 
     def _store_part(self, value: str, m: str, n: str, live: str | None) -> None:
@@ -303,10 +312,9 @@ class Writer:
         ]
         where = p.b.at(self._z, "following", "n", full=True)
         inside = ["following = k + BK", f"ahead = {load(where, more)}"]
-        wide = "d.widen(right)" if p.b.dtype in ex.LOW_PRECISION else "right"
         for m in range(p.m):
             left = load(p.a.at(self._z, str(m), "k", full=True), live_k, p.a.dtype)
-            inside.append(f"acc{m} += {wide} * {left}")
+            inside.append(f"acc{m} += {widened('right', p.b.dtype)} * {left}")
         self.lines += [INDENT + line for line in [*inside, "k, right = following, ahead"]]
         for m in range(p.m):
             if self.plan.split > 1:
@@ -321,6 +329,8 @@ class Writer:
 def epilogue(p: Product, z: str, m: str, n: str, live: dict[str, str]) -> list[str]:
     """What becomes of y, the sums at positions m and n; live: masks by the axes they are of."""
     lines = [] if p.alpha == 1 else [f"y = y * {p.alpha!r}"]
+    if p.scale is not None:
+        lines.append(f"y = y * {load(p.scale.at(z, m, n), _limited(p.scale, live), p.scale.dtype)}")
     if p.bias is not None and p.beta != 0:
         value = load(p.bias.at(z, m, n), _limited(p.bias, live), p.bias.dtype)
         lines.append(f"y = y + {value}" if p.beta == 1 else f"y = y + {p.beta!r} * {value}")
@@ -350,10 +360,17 @@ def _mask(live: str | None) -> str:
     return f", mask={live}" if live else ""
 
 
-def load(address: str, live: str | None, widened: torch.dtype | None = None) -> str:
-    """The elements at an address, 0 where they are not live. widened: their dtype, for float32 of them."""
+def load(address: str, live: str | None, dtype: torch.dtype | None = None) -> str:
+    """The elements at an address, 0 where they are not live. dtype: theirs, for float32 of them."""
     text = f"tl.load({address}, mask={live}, other=0)" if live else f"tl.load({address})"
-    return f"d.widen({text})" if widened in ex.LOW_PRECISION else text
+    return text if dtype is None else widened(text, dtype)
+
+
+def widened(text: str, dtype: torch.dtype) -> str:
+    """Elements of a dtype as float32."""
+    if dtype in ex.LOW_PRECISION:
+        return f"d.widen({text})"
+    return text if dtype == torch.float32 else f"{text}.to(tl.float32)"
 
 
 # -- partial sums --------------------------------------------------------------------------------------------
@@ -379,7 +396,7 @@ def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
         *(f"y = y + {part}" for part in parts[1:]),
         *epilogue(p, "z" if p.batch != 1 else "0", "m", "n", {"zmn": "live"}),
     ]
-    operands = [o for o in (p.bias, p.residual, p.other, p.out) if o is not None]
+    operands = [o for o in (p.scale, p.bias, p.residual, p.other, p.out) if o is not None]
     params = [("scratch", torch.float32, False, _scratch(p, plan))]
     params += [(o.name, o.dtype, o is p.out, o.view.span) for o in operands]
     grid = f"(({host_text(total)}) + {FINISH - 1}) // {FINISH}"
@@ -388,4 +405,4 @@ def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
     return Launched(template, (None, *(o.view for o in operands)), _scratch(p, plan))
 
 
-__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "Writer", "kernels", "load"]
+__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "Writer", "kernels", "load", "widened"]
