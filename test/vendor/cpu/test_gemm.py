@@ -263,7 +263,7 @@ def test_which_products_they_serve(
 
 
 @pytest.mark.chosen
-@pytest.mark.parametrize("rows, claim", [(64, "tiles"), (65, "oneDNN")])
+@pytest.mark.parametrize("rows, claim", [(64, "tiles"), (65, "oneDNN"), (129, "oneDNN")])
 def test_many_rows_are_onednns_where_mkl_is_slow(
     rows: int, claim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,8 @@ def test_many_rows_are_onednns_where_mkl_is_slow(
     assert chosen(F.linear, x, w) == f"linear: {claim}"
     assert chosen(lambda x, w: F.relu(F.linear(x, w)), x, w) == "linear: tiles"  # whose ReLU keeps NaN
     assert chosen(torch.mm, x, w.t().contiguous()) == "mm: tiles"
-    monkeypatch.setattr(matmul, "LARGE_RESULT", rows * 300 * 4)
+    size = "LARGE_RESULT" if rows > 128 else "EVEN_RESULT"
+    monkeypatch.setattr(matmul, size, rows * 300 * 4)
     assert chosen(F.linear, x, w) == "linear: tiles"
 
 

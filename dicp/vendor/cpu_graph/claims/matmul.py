@@ -92,6 +92,9 @@ LARGE_RESULT = 24 << 20
 """Bytes of a result from which on tiles, which write where results are kept, are preferred to oneDNN, which
 allocates what it returns: from 32 MB on malloc maps memory anew for each, whose pages cost more than the call
 spares; a little below, it raises the peak (Mixtral's logits: 50 MB for 35, of 1.01 to 1.04 of the time)."""
+EVEN_ROWS, EVEN_RESULT = 128, 8 << 20
+"""Rows up to which tiles take as long as oneDNN (scripts/products.py), and bytes of a result from which on it
+is theirs, then: T5's peak is 22.5 MB for 27 (eager's 23 to 28)."""
 
 
 def _by_onednn(node: fx.Node) -> bool:
@@ -102,13 +105,18 @@ def _by_onednn(node: fx.Node) -> bool:
     w = node.args[at.w].meta["val"]  # type: ignore[union-attr]
     as_rows = known_equal(w.stride(-1 if at.transposed else -2), 1) and known_equal(x.stride(-1), 1)
     rows = size_hint(math.prod(x.shape[:-1]))
-    return as_rows and rows > TURNED_ROWS and not result_is_large(node)
+    kept = _result_bytes(node) >= EVEN_RESULT if rows <= EVEN_ROWS else result_is_large(node)
+    return as_rows and rows > TURNED_ROWS and not kept
 
 
 def result_is_large(node: fx.Node) -> bool:
     """Whether a result had better be written where results are kept."""
+    return _result_bytes(node) >= LARGE_RESULT
+
+
+def _result_bytes(node: fx.Node) -> int:
     result = node.meta["val"]
-    return size_hint(result.numel()) * result.element_size() >= LARGE_RESULT
+    return size_hint(result.numel()) * result.element_size()  # type: ignore[no-any-return]
 
 
 def _onednn_serves(node: fx.Node) -> bool:
