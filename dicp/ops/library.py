@@ -114,8 +114,8 @@ def linears(
     """Linear layers of one x: [act(n(x) @ w.T * scale + b), ...]; gated, of two, the first times the second,
     which has no activation.
 
-    x: [M, K], w: each [N, K], of x's dtype or int8, scale: none, or one for each w, of [N] or one element,
-    b: none, or one of [N] for each; results [M, N], contiguous.
+    x: [..., K], w: each [N, K], of x's dtype or int8, scale: none, or one for each w, of [N] or one element,
+    b: none, or one of [N] for each; results [..., N], contiguous.
     n: x, or where `norm` is given, [K], x * rsqrt(mean(x * x) + eps) * norm, the statistics in float32.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -144,7 +144,7 @@ def _linears_fake(
     gated: bool,
 ) -> list[Tensor]:
     _check_act("linears", act)
-    return [x.new_empty([x.shape[0], each.shape[0]]) for each in (w[:1] if gated else w)]
+    return [x.new_empty([*x.shape[:-1], each.shape[0]]) for each in (w[:1] if gated else w)]
 
 
 def conv(

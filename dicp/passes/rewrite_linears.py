@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-from dicp.ir.verify import insert
-from dicp.ops.library import register
+from dicp.ir.verify import infer, insert
 from dicp.passes.facts import aten, is_tensor, prims, rank, same_dtype, same_shape, value_of
 from dicp.passes.matcher import both_ways, const, either, match, op, through, var
-from dicp.passes.rules import Claims, Emitter, finish, sole_user
+from dicp.passes.rules import Claims, finish, sole_user
 
 
 class Layer(NamedTuple):
@@ -55,22 +54,29 @@ def rewrite_linears(gm: GraphModule, vendor: Claims) -> GraphModule:
     For a vendor that claims it, where one call is ahead of several because rows are few. The norm goes along
     where nothing but these layers reads it: its own rounding to low precision is left out.
     """
-    register()
-    targets = (torch.ops.dicp.linear.default, torch.ops.dicp.scaled_linear.default)
+    ours = [n for n in gm.graph.nodes if getattr(n.target, "namespace", None) == "dicp"]
     layers: dict[Node, list[Node]] = {}
-    for node in gm.graph.nodes:
-        if node.target in targets:
+    for node in ours:
+        if node.target in (torch.ops.dicp.linear.default, torch.ops.dicp.scaled_linear.default):
             layers.setdefault(_without_views(node.args[0]), []).append(node)
+    if not layers:
+        return gm
     order = {node: k for k, node in enumerate(gm.graph.nodes)}
     for readers in layers.values():
         found = [layer for layer in map(_layer, readers) if layer is not None]
-        joined = [*_gated(found), *_side_by_side(found)]
+        gated = _gated(found)
+        taken = {layer.node for j in gated for layer in j.layers}
+        joined = [*gated, *_side_by_side(layer for layer in found if layer.node not in taken)]
         x = _without_views(readers[0].args[0])  # what was there may have become a result of such a call
-        norm = _norm(x) if _read_by(x, [layer.node for j in joined for layer in j.layers]) else None
-        for j in joined:
-            ok = norm is not None and _apply(j, norm.x, norm, vendor, order)
-            if not ok and len(j.layers) > 1:
-                _apply(j, x, None, vendor, order)
+        calls = [(j, _call(j, x, None, vendor, order)) for j in joined]
+        if all(call is None for _, call in calls):
+            continue
+        known = {layer.node for j in joined for layer in j.layers}.union(c for _, c in calls if c)
+        norm = _norm(x) if _read_by(x, known) else None
+        for j, call in calls:
+            better = None if call is None or norm is None else _call(j, norm.x, norm, vendor, order)
+            if better is not None or len(j.layers) > 1:
+                _put(better or call, j)
     return finish(gm)
 
 
@@ -109,13 +115,11 @@ def _gated(layers: Sequence[Layer]) -> list[Joined]:
     return made
 
 
-def _side_by_side(layers: Sequence[Layer]) -> list[Joined]:
-    """The others, by activation and what they are made of."""
-    taken = {layer.node for j in _gated(layers) for layer in j.layers}
+def _side_by_side(layers: Iterable[Layer]) -> list[Joined]:
+    """By activation, and what they are made of."""
     kinds: dict[Any, list[Layer]] = {}
     for layer in layers:
-        if layer.node not in taken:
-            kinds.setdefault((layer.act, layer.kind), []).append(layer)
+        kinds.setdefault((layer.act, layer.kind), []).append(layer)
     return [Joined(each, [layer.node for layer in each]) for each in kinds.values()]
 
 
@@ -151,7 +155,7 @@ def _norm(y: Node) -> Norm | None:
     return Norm(x, weight, float(m["eps"])) if plain and exact else None
 
 
-def _read_by(x: Node, layers: Sequence[Node]) -> bool:
+def _read_by(x: Node, layers: Collection[Node]) -> bool:
     """Whether those layers are all that reads x."""
     for user in x.users:
         seen_as_rows = user.target is aten.view.default and _columns(user) == _columns(x)
@@ -163,8 +167,8 @@ def _read_by(x: Node, layers: Sequence[Node]) -> bool:
 # -- the call ------------------------------------------------------------------------------------------------
 
 
-def _apply(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[Node, int]) -> bool:
-    """Put the call before the first of the values that it gives, if what it reads is there by then and the
+def _call(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[Node, int]) -> Node | None:
+    """The call, before the first of the values that it gives, if what it reads is there by then and the
     vendor claims it."""
     first = min(j.roots, key=order.__getitem__)
     ws = [layer.w for layer in j.layers]
@@ -172,27 +176,31 @@ def _apply(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[No
     bs = [layer.b for layer in j.layers if layer.b is not None]
     read = [x, *ws, *scales, *bs, *([norm.weight] if norm is not None else [])]
     if any(order.get(n, -1) >= order[first] for n in read) or not all(map(is_tensor, read)):
-        return False
-    emit = Emitter(first)
-    rows: Any = 1
-    for n in value_of(j.layers[0].node).shape[:-1]:
-        rows = rows * n
-    if not isinstance(rows, int):
-        return False
-    x = emit(aten.view.default, x, [rows, value_of(x).shape[-1]]) if rank(x) != 2 else x
+        return None
+    vals = [value_of(root) for root in j.roots]
+    if any(not isinstance(n, int) for val in vals for n in val.shape):
+        return None
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     args = (x, weight, eps, ws, scales, bs, j.layers[0].act, j.gated)
-    call = emit(torch.ops.dicp.linears.default, *args)
-    if not vendor.supports(call.target, call):
-        emit.undo()
-        return False
-    with first.graph.inserting_before(first):
+    with first.graph.inserting_before(first):  # `value`: what is not used is not inferred
+        call = insert(first.graph, torch.ops.dicp.linears.default, args, like=first, value=vals)
+    if vendor.supports(call.target, call):
+        return call
+    first.graph.erase_node(call)
+    return None
+
+
+def _put(call: Node | None, j: Joined) -> None:
+    """Have the results of the call stand for the values."""
+    if call is None:
+        return
+    call.meta["val"] = infer(call)
+    with call.graph.inserting_before(call.next):
         for k, root in enumerate(j.roots):
-            y = insert(first.graph, operator.getitem, (call, k), like=root)
-            if rank(root) != 2:
-                y = insert(first.graph, aten.view.default, (y, list(value_of(root).shape)), like=root)
+            y, shape = insert(call.graph, operator.getitem, (call, k), like=root), value_of(root).shape
+            if value_of(y).shape != shape:
+                y = insert(call.graph, aten.view.default, (y, list(shape)), like=root)
             root.replace_all_uses_with(y)
-    return True
 
 
 __all__ = ["rewrite_linears"]

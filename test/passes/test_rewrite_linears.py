@@ -44,11 +44,9 @@ class TestText(TestCase, CheckPass):
             rewritten(self.check, fn, (1, 1, K), (K,), (N, K), (N, K)),
             """\
 graph(arg0_1: f32[1,1,8], arg1_1: f32[8], arg2_1: f32[4,8], arg3_1: f32[4,8]):
-  v0: f32[1,8] = view(arg0_1, [1,8])
-  v1: (f32[1,4]) = dicp.linears(v0, arg1_1, 1e-06, [arg2_1,arg3_1], [], [], silu, True)
-  v2: f32[1,4] = v1[0]
-  v3: f32[1,1,4] = view(v2, [1,1,4])
-  return v3
+  v0: (f32[1,1,4]) = dicp.linears(arg0_1, arg1_1, 1e-06, [arg2_1,arg3_1], [], [], silu, True)
+  v1: f32[1,1,4] = v0[0]
+  return v1
 """,
         )
 
@@ -61,16 +59,13 @@ graph(arg0_1: f32[1,1,8], arg1_1: f32[8], arg2_1: f32[4,8], arg3_1: f32[4,8]):
             rewritten(self.check, fn, (1, 1, K), (K,), (2 * N, K), (N, K), (N, K)),
             """\
 graph(arg0_1: f32[1,1,8], arg1_1: f32[8], arg2_1: f32[8,8], arg3_1: f32[4,8], arg4_1: f32[4,8]):
-  v0: f32[1,8] = view(arg0_1, [1,8])
-  v1: (f32[1,8], f32[1,4], f32[1,4]) = dicp.linears(v0, arg1_1, 1e-06, [arg2_1,arg3_1,arg4_1], [], [], none, False)
-  v2: f32[1,8] = v1[0]
-  v3: f32[1,1,8] = view(v2, [1,1,8])
-  v4: f32[1,4] = v1[1]
-  v5: f32[1,4] = v1[2]
-  v6: f32[1,1,4] = view(v5, [1,1,4])
-  v7: f32[1,2,2] = view(v4, [1,2,2])
-  v8: f32[1,1,4] = cos(v6)
-  return v3, v7, v8
+  v0: (f32[1,1,8], f32[1,1,4], f32[1,1,4]) = dicp.linears(arg0_1, arg1_1, 1e-06, [arg2_1,arg3_1,arg4_1], [], [], none, False)
+  v1: f32[1,1,8] = v0[0]
+  v2: f32[1,1,4] = v0[1]
+  v3: f32[1,1,4] = v0[2]
+  v4: f32[1,2,2] = view(v2, [1,2,2])
+  v5: f32[1,1,4] = cos(v3)
+  return v1, v4, v5
 """,
         )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,11 @@ MOST = 6  # weights of a launch
 def supports(node: fx.Node) -> bool:
     """Whether the call is ahead of one for each layer: rows are few, and weights are dense."""
     x, norm, ws, scales, bs = (map_arg(node.args[k], lambda n: n.meta["val"]) for k in (0, 1, 3, 4, 5))
-    (rows, k), dtype = x.shape, x.dtype
-    sizes = (rows, k, *(n for v in (*ws, *scales, *bs) for n in v.shape))
-    if not all(isinstance(n, int) and n > 0 for n in sizes) or rows > MAX_ROWS or len(ws) > MOST:
+    k, dtype = x.shape[-1], x.dtype
+    sizes = (*x.shape, *(n for v in (*ws, *scales, *bs) for n in v.shape))
+    if not all(isinstance(n, int) and n > 0 for n in sizes):
+        return False
+    if math.prod(x.shape[:-1]) > MAX_ROWS or len(ws) > MOST:
         return False
     added = [*scales, *bs, *([] if norm is None else [norm])]
     floats = dtype in products.FLOATS and all(v.dtype in products.FLOATS for v in added)
@@ -42,8 +45,8 @@ def candidates(node: fx.Node, config: Any) -> list[Claim]:
 
 def _plans(node: fx.Node) -> list[Plan]:
     """As a product's of as many columns, but in one part; gated, half the columns of two weights."""
-    m, k = (size_hint(n) for n in node.args[0].meta["val"].shape)  # type: ignore[union-attr]
-    n = sum(size_hint(v.shape[1]) for v in node.meta["val"])
+    *rows, k = (size_hint(n) for n in node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    m, n = math.prod(rows), sum(size_hint(v.shape[-1]) for v in node.meta["val"])
     dtype = node.args[3][0].meta["val"].dtype  # type: ignore[index,union-attr]
     share = 2 if node.args[7] else 1
     cuts = (products.few_rows(m, n * share, k, 1, dtype, True, wide) for wide in (False, True))
@@ -71,7 +74,7 @@ def _dense(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
 
 def _linears(c: Call) -> Linears:
     x, norm, eps, w, scale, b, act, gated = c.args
-    m, k = x.shape
+    m, k = math.prod(x.shape[:-1]), x.shape[-1]
 
     def named(stem: str, views: Sequence[View], *strides: int) -> tuple[Operand, ...]:
         return tuple(Operand(f"{stem}{i}", v, strides) for i, v in enumerate(views))

@@ -44,7 +44,7 @@ class Linears:
     @property
     def columns(self) -> list[int]:
         """Of each result."""
-        return [int(o.view.shape[1]) for o in self.out]  # type: ignore[arg-type]
+        return [int(o.view.shape[-1]) for o in self.out]  # type: ignore[arg-type]
 
     @property
     def operands(self) -> list[Operand]:
