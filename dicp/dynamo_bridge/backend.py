@@ -91,12 +91,15 @@ def _compile(
 ) -> Callable[..., Any]:
     from dicp.config import Config
     from dicp.dynamo_bridge.aot import compile_joint
+    from dicp.dynamo_bridge.constant_masks import fold_masks
     from dicp.errors import DicpError
 
     config = Config.make(mode, options)
     problem = vendor.available(config)
     if problem is not None:
         raise DicpError(f"{vendor.name} cannot run here: {problem}")
+    if config.numerics != "eager":
+        fold_masks(gm)
     if hasattr(vendor, "warm_up"):
         vendor.warm_up(gm, config)
     return compile_joint(gm, example_inputs, vendor, config)
