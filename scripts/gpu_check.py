@@ -162,7 +162,8 @@ def first_part(report: Report, gate: Gate, workers: int) -> None:
     with gate.shut(), tempfile.TemporaryDirectory() as folder:
         tests = start_tests()
         suite = start_conformance(Path(folder), workers)
-        rows = [job("steady", name, BATCH["inference"]) for name in MODELS] + [job("steady", DECODING, 1, DECODERS)]
+        rows = [job("steady", name, BATCH["inference"]) for name in MODELS]
+        rows.append(job("steady", DECODING, 1, DECODERS))
         others = [part_of("kernels", "--lock", gate.path), job("overhead", MODELS[0], 1)]
         wait_for(gate, [*rows, *others], report.left * 0.4)
         report.add("tests", tests_found(tests))
