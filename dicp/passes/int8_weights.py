@@ -11,6 +11,9 @@ from torch.fx import Node
 from dicp.compat import known_equal
 from dicp.passes.facts import aten, is_plain_cast, is_tensor, rank, value_of
 
+_EXACT = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that have all numbers of int8."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -32,7 +35,7 @@ def stored(operand: Any) -> Stored | None:
             return Stored(node, by_rows, scale)
         if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
             by_rows, node = not by_rows, node.args[0]
-        elif is_plain_cast(node):
+        elif is_plain_cast(node) and value_of(node).dtype in _EXACT:
             node = node.args[0]
         elif node.target is aten.mul.Tensor and scale is None:
             a, b = node.args

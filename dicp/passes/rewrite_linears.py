@@ -9,9 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from dicp.compat import known_equal
+from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import infer, insert
-from dicp.passes.facts import aten, is_tensor, prims, rank, same_dtype, same_shape, value_of
-from dicp.passes.matcher import both_ways, const, either, match, op, through, var
+from dicp.passes.facts import (
+    aten,
+    is_plain_cast,
+    is_tensor,
+    is_view,
+    prims,
+    rank,
+    same_dtype,
+    same_shape,
+    value_of,
+)
+from dicp.passes.matcher import Pat, both_ways, const, either, match, op, var
 from dicp.passes.rules import Claims, finish, sole_user
 
 
@@ -52,7 +64,7 @@ def rewrite_linears(gm: GraphModule, vendor: Claims) -> GraphModule:
     linear(x, v), linear(x, w), ...  ->  dicp.linears(x, None, 0.0, [v, w, ...], [], [], "none", False)
 
     For a vendor that claims it, where one call is ahead of several because rows are few. The norm goes along
-    where nothing but these layers reads it: its own rounding to low precision is left out.
+    where nothing but such layers reads it: its own rounding to low precision is left out.
     """
     ours = [n for n in gm.graph.nodes if getattr(n.target, "namespace", None) == "dicp"]
     layers: dict[Node, list[Node]] = {}
@@ -76,7 +88,7 @@ def rewrite_linears(gm: GraphModule, vendor: Claims) -> GraphModule:
         for j, call in calls:
             better = None if call is None or norm is None else _call(j, norm.x, norm, vendor, order)
             if better is not None or len(j.layers) > 1:
-                _put(better or call, j)
+                _put(better or call, j, order)
     return finish(gm)
 
 
@@ -88,13 +100,13 @@ def _layer(node: Node) -> Layer | None:
 
 def _without_views(x: Any) -> Node:
     """What is seen as rows of as many columns."""
-    while x.target is aten.view.default and _columns(x.args[0]) == _columns(x):
+    while x.target is aten.view.default and _same_columns(x.args[0], x):
         x = x.args[0]
     return x  # type: ignore[no-any-return]
 
 
-def _columns(x: Node) -> Any:
-    return value_of(x).shape[-1] if rank(x) > 0 else None
+def _same_columns(x: Node, y: Node) -> bool:
+    return min(rank(x), rank(y)) > 0 and known_equal(value_of(x).shape[-1], value_of(y).shape[-1])
 
 
 def _gated(layers: Sequence[Layer]) -> list[Joined]:
@@ -125,7 +137,18 @@ def _side_by_side(layers: Iterable[Layer]) -> list[Joined]:
 
 # -- the norm ------------------------------------------------------------------------------------------------
 
-_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
+
+
+def _widens(cast: Node) -> bool:
+    return is_plain_cast(cast) and value_of(cast).dtype == torch.float32 and _is_low(cast.args[0])
+
+
+def _narrows(cast: Node) -> bool:
+    return is_plain_cast(cast) and _is_low(cast) and value_of(cast.args[0]).dtype == torch.float32
+
+
+def _is_low(n: Any) -> bool:
+    return is_tensor(n) and value_of(n).dtype in LOW_PRECISION
 
 
 def _of_rows(mean: Node) -> bool:
@@ -134,31 +157,44 @@ def _of_rows(mean: Node) -> bool:
     return keepdim is True and len(dims) == 1 and dims[0] in (-1, last)  # type: ignore[arg-type,index]
 
 
-_wide = through(_CASTS, var("x", where=lambda n: n.target not in _CASTS))
-_square = either(op(aten.pow.Tensor_Scalar, _wide, 2), both_ways(aten.mul.Tensor, _wide, _wide))
-_mean = op(aten.mean.dim, _square, where=_of_rows)
-_rstd = op(aten.rsqrt.default, both_ways((aten.add.Tensor, aten.add.Scalar), _mean, const("eps")))
-_normed = through(_CASTS, both_ways(aten.mul.Tensor, _wide, _rstd))
-_vector = var("weight", where=lambda n: rank(n) == 1 and n.target not in _CASTS)
-_RMS_NORM = through(_CASTS, both_ways(aten.mul.Tensor, _normed, through(_CASTS, _vector)))
+_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
+_x, _weight = var("x"), var("weight", where=lambda n: rank(n) == 1 and value_of(n).dtype.is_floating_point)
+_factor = either(op(_CASTS, _weight, where=_widens), _weight)
+
+
+def _normed(x: Pat) -> Pat:
+    """x * rsqrt(mean(x * x) + eps)"""
+    square = either(op(aten.pow.Tensor_Scalar, x, 2), both_ways(aten.mul.Tensor, x, x))
+    mean = op(aten.mean.dim, square, where=_of_rows)
+    plus = both_ways((aten.add.Tensor, aten.add.Scalar), mean, const("eps"))
+    return both_ways(aten.mul.Tensor, x, op(aten.rsqrt.default, plus))
+
+
+_PLAIN = both_ways(aten.mul.Tensor, _normed(_x), _factor)
+_wide = _normed(op(_CASTS, _x, where=_widens))
+_LOW = either(
+    both_ways(aten.mul.Tensor, op(_CASTS, _wide, where=_narrows), _weight),
+    op(_CASTS, both_ways(aten.mul.Tensor, _wide, _factor), where=_narrows),
+)
 
 
 def _norm(y: Node) -> Norm | None:
-    """Whether y is an RMS norm over the last dim, of float32 statistics, as models write it."""
-    m = match(_RMS_NORM, y)
+    """Whether y is an RMS norm over the last dim, of float32 statistics, as models write it: of low
+    precision, with x widened first and the product rounded, or what it is multiplied by and the result."""
+    low = _is_low(y)
+    m = match(_LOW if low else _PLAIN, y)
     if m is None:
         return None
     x, weight = m["x"], m["weight"]
-    statistics = next(n for n in m.interior if n.target is aten.rsqrt.default)
-    plain = same_shape(x, y) and same_dtype(x, y) and value_of(weight).dtype.is_floating_point
-    exact = value_of(statistics).dtype == torch.float32
-    return Norm(x, weight, float(m["eps"])) if plain and exact else None
+    whole = same_shape(x, y) and known_equal(value_of(weight).shape[0], value_of(y).shape[-1])
+    exact = same_dtype(x, y) and (low or value_of(y).dtype == torch.float32)
+    return Norm(x, weight, float(m["eps"])) if whole and exact else None
 
 
 def _read_by(x: Node, layers: Collection[Node]) -> bool:
     """Whether those layers are all that reads x."""
     for user in x.users:
-        seen_as_rows = user.target is aten.view.default and _columns(user) == _columns(x)
+        seen_as_rows = user.target is aten.view.default and _same_columns(user, x)
         if user not in layers and not (seen_as_rows and _read_by(user, layers)):
             return False
     return True
@@ -175,7 +211,7 @@ def _call(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[Nod
     scales = [layer.scale for layer in j.layers if layer.scale is not None]
     bs = [layer.b for layer in j.layers if layer.b is not None]
     read = [x, *ws, *scales, *bs, *([norm.weight] if norm is not None else [])]
-    if any(order.get(n, -1) >= order[first] for n in read) or not all(map(is_tensor, read)):
+    if not all(is_tensor(n) and _is_there(n, first, order) for n in read):
         return None
     vals = [value_of(root) for root in j.roots]
     if any(not isinstance(n, int) for val in vals for n in val.shape):
@@ -190,10 +226,32 @@ def _call(j: Joined, x: Node, norm: Norm | None, vendor: Claims, order: dict[Nod
     return None
 
 
-def _put(call: Node | None, j: Joined) -> None:
+def _is_there(n: Node, first: Node, order: dict[Node, int]) -> bool:
+    """Whether a node comes before another, or could: what is made of such by a view, a cast or a constant."""
+    if order.get(n, -1) < order[first]:
+        return True
+    movable = is_view(n) or is_plain_cast(n) or n.target is aten.full.default
+    return movable and all(_is_there(a, first, order) for a in n.all_input_nodes)
+
+
+def _move(n: Node, before: Node, order: dict[Node, int]) -> None:
+    """Move a node, and what it is made of, to where `_is_there` said that it could be."""
+    if order.get(n, -1) < order[before]:
+        return
+    for a in n.all_input_nodes:
+        _move(a, before, order)
+    before.prepend(n)
+    order[n] = order[before] - 1
+
+
+def _put(call: Node | None, j: Joined, order: dict[Node, int]) -> None:
     """Have the results of the call stand for the values."""
     if call is None:
         return
+    first = min(j.roots, key=order.__getitem__)
+    order[call] = order[first]
+    for n in call.all_input_nodes:
+        _move(n, call, order)
     call.meta["val"] = infer(call)
     with call.graph.inserting_before(call.next):
         for k, root in enumerate(j.roots):

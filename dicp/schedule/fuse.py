@@ -187,7 +187,9 @@ class _Fusion:
         if space is None:
             return None
         inner = d.rvars[-1:] if isinstance(d, Reduction) else []
-        along = any(ix.moves_by_one(self.buffers[n].flat(i), v) for n, i in reads if i for v in inner)
+        along = any(
+            ix.moves_by_one(self.buffers[n].flat(i), v) for n, i in self._indexed(reads) for v in inner
+        )
         return space, along
 
     def _moved(self, members: list[Member]) -> int:
@@ -256,6 +258,10 @@ class _Fusion:
             return full
         return None
 
+    def _indexed(self, reads: list[tuple[str, Indices]]) -> list[tuple[str, Indices]]:
+        """Without a scatter's base, which it reads at no index."""
+        return [(n, i) for n, i in reads if n in self.buffers and len(i) == len(self.buffers[n].shape)]
+
     def _has_room(self, group: Group, reads: list[tuple[str, Indices]]) -> bool:
         names = {p for m in group.members for p, _ in m.reads} | {n for n, _ in reads}
         return len(names) + len(group.produced) <= MAX_BUFFERS
@@ -266,8 +272,7 @@ class _Fusion:
 
     def _anchors(self, group: Group, reads: list[tuple[str, Indices]]) -> list[list[tuple[Index, Index]]]:
         """Index pairs that must coincide: reads of the group's own values first, then shared reads."""
-        made = group.produced
-        reads = [(n, i) for n, i in reads if len(i) == len(self.buffers[n].shape)]  # not a scatter's base
+        made, reads = group.produced, self._indexed(reads)
         own = [list(zip(idx, made[n], strict=True)) for n, idx in reads if n in made]
         if own:
             return own
@@ -407,8 +412,8 @@ class _Fusion:
             return True
         contiguous = False
         for m in (*group.members, Member(d, mapping, _reads(d))):
-            for name, at in m.reads:
-                flat = self.buffers[name].flat(m.index(at)) if name in self.buffers else 0
+            for name, at in self._indexed(m.reads):
+                flat = self.buffers[name].flat(m.index(at))
                 contiguous |= any(ix.moves_by_one(flat, v) for v in reduced)
         if isinstance(rows, int) and rows < self.machine.threads and size > self.machine.row // 4:
             return False

@@ -225,6 +225,16 @@ class TestInt8Weights(TestCase, CheckPass):
         text = show(self.check(rewrite_linear, g, EVERYTHING))
         assert "dicp.scaled_linear" in text and "mul" not in text
 
+    def test_casts_that_change_numbers_stay(self) -> None:
+        """A mask kept as int8, a sign dropped, a scaled weight rounded to integers."""
+        for made in (
+            lambda w, s: w.bool().float(),
+            lambda w, s: w.to(torch.uint8).float(),
+            lambda w, s: (w.float() * s[:, None]).to(torch.int32).float(),
+        ):
+            g = self.graph(lambda x, w, s, b, made=made: F.linear(x, made(w, s), b))
+            assert "scaled_linear" not in show(self.check(rewrite_linear, g, EVERYTHING))
+
     def test_a_vendor_without_it_gets_the_product(self) -> None:
         g = self.graph(lambda x, w, s, b: F.linear(x, w.to(x.dtype)) * s + b)
         text = show(self.check(rewrite_linear, g, claims(lambda node: node.target is torch.ops.dicp.linear.default)))

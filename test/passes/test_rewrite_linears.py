@@ -161,6 +161,50 @@ class TestChains(CheckPass):
         for fn in (columns, others):
             assert "rsqrt" in rewritten(self.check, fn, (3, K), (K,), (N, K), (N, K))
 
+    @pytest.mark.parametrize(
+        "norm",
+        [
+            lambda x, w: rms_norm(x, w[:1]),  # one factor for all
+            lambda x, w: rms_norm(x.to(torch.int32).to(x.dtype), w) + 0,
+            lambda x, w: rms_norm(x.bfloat16().to(x.dtype), w),
+            lambda x, w: rms_norm(x, w).to(torch.float8_e4m3fn).to(x.dtype),
+            lambda x, w: rms_norm(x, w.to(torch.int32).to(x.dtype)),
+            lambda x, w: (20 * rms_norm(x, w)).to(torch.int8).to(x.dtype) * w,
+        ],
+    )
+    def test_roundings_and_factors_stay(self, norm: Any) -> None:
+        """Casts that a model writes for what they take away, and weights of another length than x."""
+
+        def fn(x: Tensor, w: Tensor, q: Tensor, k: Tensor) -> Any:
+            y = norm(x, w)
+            return F.linear(y, q), F.linear(y, k)
+
+        rewritten(self.check, fn, (3, K), (K,), (N, K), (N, K))
+        for dtype in (torch.bfloat16, torch.float16):
+            self.rtol = self.atol = 5e-2
+            inputs = [torch.randn(s).to(dtype) for s in ((3, K), (K,), (N, K), (N, K))]
+            rewritten(self.check, fn, *inputs)
+
+    def test_rows_of_something_larger(self) -> None:
+        """The norm's operand is no view of rows; the norm itself is."""
+
+        def fn(x: Tensor, w: Tensor, q: Tensor, k: Tensor) -> Any:
+            y = rms_norm(x[:, -2:], w)
+            return F.linear(y, q), F.linear(y, k)
+
+        assert "dicp.linears" in rewritten(self.check, fn, (2, 5, K), (K,), (N, K), (N, K))
+
+    def test_scales_made_between(self) -> None:
+        """What is but a view, a cast or a constant comes before the first of the layers as well."""
+
+        def fn(x: Tensor, q: Tensor, k: Tensor, s: Tensor, t: Tensor) -> Any:
+            first = F.linear(x, q.to(x.dtype) * s[:, None])
+            return first, F.linear(x, k.to(x.dtype) * t[:, None])
+
+        stored = [torch.randint(-100, 100, (N, K), dtype=torch.int8) for _ in range(2)]
+        text = rewritten(self.check, fn, torch.randn(3, K), *stored, torch.rand(N), torch.rand(N))
+        assert text.count("dicp.linears") == 1 and "scaled_linear" not in text
+
     def test_the_vendor_decides(self) -> None:
         def fn(x: Tensor, q: Tensor, k: Tensor) -> Any:
             return F.linear(x, q), F.linear(x, k)

@@ -266,9 +266,24 @@ def twice(k: Any, v: Any, i: Any, x: Any, y: Any) -> Any:
     return x + y
 
 
+def normed(k: Any, v: Any, i: Any, x: Any, y: Any) -> Any:
+    """Keys that are normalised on their way: a row is summed before any of it is written."""
+    z = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    put(k, i, z)
+    return z.sum(-1)
+
+
+def sum_of_rows(k: Any, v: Any, i: Any, x: Any, y: Any) -> Any:
+    put(k, i, x.softmax(-1).cumsum(-1))
+    v[:, i] = x
+    return x + 1
+
+
 @pytest.mark.parametrize(
     ("fn", "launch_bytes", "count"),
     [
+        (normed, 1 << 10, 1),
+        (sum_of_rows, 1 << 10, 1),
         (keys_and_values, 1 << 10, 1),
         (keys_and_values, 0, 3),
         (read_before, 1 << 10, 3),  # a copy, as it is read, and back

@@ -103,6 +103,11 @@ class Advanced:
         self.first = self.dims[0] if adjacent and self.dims else 0
 
     @property
+    def one(self) -> bool:
+        """Whether the indices name a single position."""
+        return all(n == 1 for n in self.common)
+
+    @property
     def shape(self) -> Shape:
         kept = tuple(self.x.shape[d] for d in self.rest)
         return (*kept[:self.first], *self.common, *kept[self.first:])
@@ -191,7 +196,8 @@ def index_put(b: Builder, node: torch.fx.Node, x: Value, indices: list[Value | N
         return put_where(x, masks[0], values, accumulate)
     at = Advanced(b, x, indices)
     values = broadcast(values, at.shape)
-    return widened(b, x, "add" if accumulate else "set", at.shape, lambda idx: (at.source(idx), values(idx)))
+    mode: ScatterMode = "add" if accumulate else "set"
+    return widened(b, x, mode, at.shape, lambda idx: (at.source(idx), values(idx)), unique=at.one)
 
 
 def as_strided_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, size: list[Index],
@@ -277,7 +283,8 @@ def along_dim(
     src = with_rank(src)
     dim = wrap_dim(dim, len(x.shape))
     out = widened(b, x, mode, index.shape, lambda idx: (
-        replaced(idx, dim, lookup(b, index(idx), x.shape[dim], what, wrap=False)), src(idx)))
+        replaced(idx, dim, lookup(b, index(idx), x.shape[dim], what, wrap=False)), src(idx)),
+        unique=index.shape[dim] == 1)
     return reshape(out, restore)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from dicp.compat import size_hint
 from dicp.ir.value import Value
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
@@ -32,6 +32,10 @@ def supports(node: fx.Node) -> bool:
         return False
     if math.prod(x.shape[:-1]) > MAX_ROWS or len(ws) > MOST:
         return False
+    if (norm is not None and tuple(norm.shape) != (k,)) or any(v.dim() > 1 for v in scales):
+        return False
+    if _cut(x, ws).split > 1:  # a few narrow layers of a deep operand, each in parts along it
+        return False
     added = [*scales, *bs, *([] if norm is None else [norm])]
     floats = dtype in products.FLOATS and all(v.dtype in products.FLOATS for v in added)
     dense = all(v.dtype in (dtype, torch.int8) and tuple(v.stride()) == (k, 1) for v in ws)
@@ -44,14 +48,17 @@ def candidates(node: fx.Node, config: Any) -> list[Claim]:
 
 
 def _plans(node: fx.Node) -> list[Plan]:
-    """As a product's of as many columns, but in one part; gated, half the columns of two weights."""
-    *rows, k = (size_hint(n) for n in node.args[0].meta["val"].shape)  # type: ignore[union-attr]
-    m, n = math.prod(rows), sum(size_hint(v.shape[-1]) for v in node.meta["val"])
-    dtype = node.args[3][0].meta["val"].dtype  # type: ignore[index,union-attr]
+    """As a product's of as many columns; gated, half of them from each of two weights."""
+    x, ws = (map_arg(node.args[k], lambda n: n.meta["val"]) for k in (0, 3))
+    cuts = [_cut(x, ws, wide) for wide in (False, True)]
     share = 2 if node.args[7] else 1
-    cuts = (products.few_rows(m, n * share, k, 1, dtype, True, wide) for wide in (False, True))
-    plans = (Plan("rows", p.m, max(1, p.n // share), p.k, 1, p.warps, p.stages) for p in cuts)
-    return list(dict.fromkeys(plans))
+    return list(dict.fromkeys(replace(p, n=max(1, p.n // share), split=1) for p in cuts))
+
+
+def _cut(x: torch.Tensor, ws: Sequence[torch.Tensor], wide: bool = False) -> Plan:
+    """How a product of all the columns is cut."""
+    rows, columns = math.prod(x.shape[:-1]), sum(w.shape[0] for w in ws)
+    return products.few_rows(rows, columns, x.shape[-1], 1, ws[0].dtype, True, wide)
 
 
 def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:

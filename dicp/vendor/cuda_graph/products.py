@@ -105,6 +105,7 @@ def few_rows(
     else:
         columns, step = (8, 512) if wide else (4, 1024)
         step = 2 * step // dtype.itemsize // (2 if m > 2 else 1)
+        step //= 2 if m > 1 and dtype == torch.int8 else 1  # sums are in registers, one for each row and term
         while step > 128 and k % step and k < 4 * step:
             step //= 2
         while columns > 2 and batch * n < 2 * columns * multiprocessors():
