@@ -114,9 +114,10 @@ def linears(
     """Linear layers of one x: [act(n(x) @ w.T * scale + b), ...]; gated, of two, the first times the second,
     which has no activation.
 
-    x: [..., K], w: each [N, K], of x's dtype or int8, scale: none, or one for each w, of [N] or one element,
-    b: none, or one of [N] for each; results [..., N], contiguous.
-    n: x, or where `norm` is given, [K], x * rsqrt(mean(x * x) + eps) * norm, the statistics in float32.
+    x: [..., K], w: each [N, K], of x's dtype or int8, scale: none, or one for each w, of [N] or [], b: none,
+    or one of [N] for each; results [..., N], contiguous.
+    n: x, or where `norm` is given, [K], x * rsqrt(mean(x * x) + eps) * norm, the statistics in float32
+    (float64 of float64).
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x

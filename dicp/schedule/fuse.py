@@ -6,7 +6,8 @@ A group has one iteration space: axes, some of them reduced. Each member's loop 
 A definition joins the group that saves most memory traffic: the values it would have read back, and the
 reads it shares; a small one joins one of the same iteration space where that spares a launch (beside.py). It
 may join when every value of the group that it reads is the one computed at the same point, and when no step
-outside the group lies between the two.
+outside the group lies between the two. A scatter to places that differ joins like an elementwise definition,
+where launches cost; nothing else in its group touches the memory that it updates.
 """
 
 from __future__ import annotations
