@@ -120,6 +120,18 @@ def _is_plain(t: torch.Tensor) -> bool:
     )
 
 
+def rng_wrappers() -> tuple[Any, Any, Any]:
+    """Calls around a random operator: that also gives the generator's state, that is made under a state
+    given, and the one that is made under a generator which CUDA graphs know."""
+    from torch._prims import rng_prims
+
+    return (
+        rng_prims.run_and_save_rng_state,
+        rng_prims.run_with_rng_state,
+        rng_prims.graphsafe_run_with_rng_state,
+    )
+
+
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Run operators on data, inside a compile too, where fake tensors and tracers would take them over."""

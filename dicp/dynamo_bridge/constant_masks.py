@@ -24,7 +24,7 @@ log = logging.getLogger("dicp")
 LARGEST = 1 << 26
 """Elements of a mask, and of what it is made of, up to which it is computed."""
 
-_ATTENTION = (torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # What gives the same at each call and has no effect; shapes and dtypes are those of the trace.
 _PURE = frozenset(
@@ -39,19 +39,30 @@ _PURE = frozenset(
 
 def fold_masks(gm: fx.GraphModule) -> None:
     """Replace, in Dynamo's graph, masks that are made of constants and that `is_causal` or no mask at all
-    stands for. What made them is left, without users."""
-    seen: dict[fx.Node, str | None] = {}
+    stands for, in checkpointed parts as well. What made them is left, without users."""
+    _fold(gm, {}, {})
+
+
+Kinds = dict[fx.Node, str | None]
+Outer = dict[fx.Node, fx.Node]
+"""What the placeholders of a checkpointed part stand for."""
+
+
+def _fold(gm: fx.GraphModule, outer: Outer, kinds: Kinds) -> None:
     changed = False
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node.target not in _ATTENTION:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            _fold_part(gm, node, outer, kinds)
+        if node.op != "call_function" or node.target is not _ATTENTION:
             continue
         given = dict(zip(_PARAMETERS, node.args)) | node.kwargs
         mask = given.get("attn_mask")
         if not isinstance(mask, fx.Node) or given.get("is_causal", False) is not False:
             continue
-        if mask not in seen:
-            seen[mask] = _kind(mask)
-        kind = seen[mask]
+        mask = outer.get(mask, mask)
+        if mask not in kinds:
+            kinds[mask] = _kind(mask, outer)
+        kind = kinds[mask]
         if kind is None or (kind == "causal" and not _square(given["query"], given["key"], mask)):
             continue
         plain = {name: value for name, value in given.items() if name not in ("attn_mask", "is_causal")}
@@ -63,46 +74,55 @@ def fold_masks(gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
+def _fold_part(gm: fx.GraphModule, call: fx.Node, outer: Outer, kinds: Kinds) -> None:
+    """The same in a part of the graph that is computed again in the backward, if it is called once."""
+    body, *operands = call.args
+    if not isinstance(body, fx.Node) or body.op != "get_attr":
+        return
+    part = getattr(gm, str(body.target))
+    calls = sum(len(n.users) for n in gm.graph.nodes if n.op == "get_attr" and n.target == body.target)
+    inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
+    if calls == 1 and len(inputs) == len(operands):
+        given = {p: outer.get(o, o) for p, o in zip(inputs, operands) if isinstance(o, fx.Node)}
+        _fold(part, outer | given, kinds)
+
+
 def _square(query: Any, key: Any, mask: fx.Node) -> bool:
     """Whether rows, columns and the mask are of one size: then torch's and the mask's diagonals are one."""
     q, k, m = (n.meta["example_value"].shape for n in (query, key, mask))
     return bool(q[-2] == k[-2] == m[-2] == m[-1])
 
 
-def _kind(mask: fx.Node) -> str | None:
+def _kind(mask: fx.Node, outer: Outer) -> str | None:
     """"open", "causal", or None for other masks and those that are not made of constants alone."""
-    made = _made_of(mask)
-    if made is None:
+    if not _is_constant(mask, outer):
         return None
-    values: dict[fx.Node, Any] = {}
     try:
-        with compat.real_tensors():
-            for node in made:
-                values[node] = _computed(node, values)
-            return kind_of(values[mask])
+        with compat.real_tensors(), torch.device("cpu"):
+            return kind_of(_computed(mask, outer, {}))
     except (RuntimeError, TypeError, ValueError, IndexError) as e:
         log.debug("a mask of constants was not computed: %s", e)
         return None
 
 
-def _made_of(mask: fx.Node) -> list[fx.Node] | None:
-    """The calls that make it, in order; None where one reads an input, may have another result the next time,
-    is large, or where anything writes to what one of them made."""
+def _is_constant(mask: fx.Node, outer: Outer) -> bool:
+    """Whether no call that it is made of reads an input, may have another result the next time or is large,
+    and nothing writes to what one of them made."""
     found, stack = {mask}, [mask]
     while stack:
         node = stack.pop()
         value = node.meta.get("example_value")
         if not _is_pure(node) or not isinstance(value, Tensor):
-            return None
+            return False
         sizes, strides = tuple(value.shape), value.stride()
         if value._version != 0 or not all(isinstance(n, int) for n in (*sizes, *strides)):
-            return None
+            return False
         if math.prod(n for n, stride in zip(sizes, strides, strict=True) if stride) > LARGEST:
-            return None
-        new = set(node.all_input_nodes) - found
+            return False
+        new = {outer.get(n, n) for n in node.all_input_nodes} - found
         found |= new
         stack += new
-    return [node for node in mask.graph.nodes if node in found]
+    return True
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -113,20 +133,23 @@ def _is_pure(node: fx.Node) -> bool:
     return name in _PURE and module.partition(".")[0] in ("torch", "_operator", "builtins")
 
 
-def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _computed(node: fx.Node, outer: Outer, values: dict[fx.Node, Any]) -> Any:
     """The value of a call, on the CPU whatever the device."""
 
     def given(a: Any) -> Any:
         if isinstance(a, fx.Node):
-            return values[a]
+            return _computed(outer.get(a, a), outer, values)
         if isinstance(a, torch.device) or (isinstance(a, str) and _is_device(a)):
             return torch.device("cpu")
         return a
 
-    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), given)  # type: ignore[misc]
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    if node not in values:
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), given)  # type: ignore[misc]
+        if node.op == "call_method":
+            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return values[node]
 
 
 def _is_device(text: str) -> bool:

@@ -11,6 +11,7 @@ graph still runs in eager PyTorch. They are functional, and used after autograd:
     attention  y = softmax(scale * q @ k.T + mask) @ v
     add_rows   y = x, with rows added at indices     low precision: each row of y is rounded once
     pack       y = w, in a form that a vendor's library computes with; only the vendor knows what it is
+    rng_state, swap_rng_state    the state of torch's generator, and that with another put in its place
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ _SCHEMAS = (
     "add_rows(Tensor x, Tensor rows, Tensor indices, SymInt padding) -> Tensor",
     "pack(Tensor w, str form) -> Tensor",
 )
+_RANDOM_SCHEMAS = (
+    "rng_state(Device device) -> Tensor",
+    "swap_rng_state(Tensor state, Device device) -> Tensor",
+)
+"""They keep their order among calls that draw."""
 
 
 @functools.cache
@@ -62,10 +68,13 @@ def register() -> torch.library.Library:
         "attention": (attention, _attention_fake),
         "add_rows": (add_rows, _add_rows_fake),
         "pack": (pack, pack),
+        "rng_state": (rng_state, _rng_state_fake),
+        "swap_rng_state": (swap_rng_state, lambda state, device: torch.empty_like(state)),
     }
-    for schema in _SCHEMAS:
+    for schema in (*_SCHEMAS, *_RANDOM_SCHEMAS):
         name = schema.partition("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        random = (torch.Tag.nondeterministic_seeded,) if schema in _RANDOM_SCHEMAS else ()
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *random))
         reference, fake = implementations[name]
         library.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dicp::{name}", fake, lib=library)
@@ -309,6 +318,28 @@ def _add_rows_fake(x: Tensor, rows: Tensor, indices: Tensor, padding: int) -> Te
 def pack(w: Tensor, form: str) -> Tensor:
     """The weight itself, contiguous: a form changes where its elements lie, not what they are."""
     return w.clone(memory_format=torch.contiguous_format)
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """What torch's generator of the device would draw from next: bytes, on the CPU."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
+
+
+def _rng_state_fake(device: torch.device) -> Tensor:
+    size = torch.Generator(device).get_state().numel()
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def swap_rng_state(state: Tensor, device: torch.device) -> Tensor:
+    """The generator's state, after which it has the one given."""
+    before = rng_state(device)
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state.cpu(), device)
+    return before
 
 
 def _check_act(op: str, act: str) -> None:

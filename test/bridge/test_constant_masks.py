@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dicp.dynamo_bridge.constant_masks import fold_masks
 
@@ -151,7 +152,8 @@ def folded(fn: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> list[
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         fold_masks(gm)
-        for node in gm.graph.nodes:
+        parts = [m for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]
+        for node in (n for m in parts for n in m.graph.nodes):
             if "scaled_dot_product_attention" in str(node.target):
                 given = dict(zip(("q", "k", "v", "attn_mask", "p", "is_causal"), node.args)) | node.kwargs
                 kept = given.get("attn_mask") is not None
@@ -195,6 +197,24 @@ def test_keywords_and_a_mask_for_two() -> None:
         return F.scaled_dot_product_attention(y, q, value=q, attn_mask=made)
 
     assert folded(fn, torch.randn(2, 3, N, 4)) == ["causal", "causal"]
+
+
+def test_checkpointed_parts() -> None:
+    def block(q: Tensor, made: Tensor) -> Tensor:
+        again = F.scaled_dot_product_attention(q, q, q, made)
+        return F.scaled_dot_product_attention(again, q.sin(), q, made & made.view(N, N))
+
+    def fn(q: Tensor) -> Tensor:
+        made, of_data = triangle(q), of_an_input(q)
+        for _ in range(2):
+            q = checkpoint(block, q, made, use_reentrant=False)
+        return checkpoint(block, q, of_data, use_reentrant=False)
+
+    q = torch.randn(2, 3, N, 4, requires_grad=True)
+    assert folded(fn, q) == ["causal"] * 4 + ["other"] * 2
+    torch._dynamo.reset()
+    got = torch.compile(fn, backend="dicp_cpu", fullgraph=True)(q)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), q), torch.autograd.grad(fn(q).sum(), q))
 
 
 def test_other_keys_than_rows() -> None:

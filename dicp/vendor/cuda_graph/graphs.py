@@ -156,8 +156,10 @@ def capturing(
 
 def obstacle(program: Program) -> str | None:
     """Why a program cannot be captured, or None."""
-    for bound in program.lowered.inputs:
-        if isinstance(bound, Raw):
+    read = {r.name for call in program.python_calls for r in _raws((call.args, call.kwargs))}
+    returned = {r.name for r in _raws(program.lowered.outputs)}
+    for bound in program.lowered.inputs:  # a generator that nobody draws from is no obstacle
+        if isinstance(bound, Raw) and bound.name in read | returned:
             return f"input {bound.name} is not a plain tensor"
     given = {n for b in program.lowered.inputs for n in _sizes(b)}
     for call in program.python_calls:
@@ -168,6 +170,15 @@ def obstacle(program: Program) -> str | None:
     if not program.items:
         return "there is nothing to launch"
     return None
+
+
+def _raws(x: Any) -> list[Raw]:
+    """Every Raw inside a nested argument structure."""
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, (list, tuple)):
+        return [r for a in x for r in _raws(a)]
+    return [x] if isinstance(x, Raw) else []
 
 
 def _sizes(bound: Any) -> set[ix.Atom]:

@@ -65,7 +65,7 @@ def program(
     item.writes = writes
     return SimpleNamespace(
         name="graph",
-        lowered=SimpleNamespace(inputs=inputs, marked=marked),
+        lowered=SimpleNamespace(inputs=inputs, marked=marked, outputs=[]),
         python_calls=externs,
         items=[item],
         plan=SimpleNamespace(find=lambda n: n),
@@ -288,13 +288,16 @@ def test_failed_capture_runs_directly_and_says_so(cuda: FakeCuda, caplog: pytest
 
 
 def test_what_cannot_be_captured_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    node = SimpleNamespace(target="aten.nonzero.default")
-    extern = SimpleNamespace(node=node, results=(ix.of(ix.Var("u0")),), note="model.py:3")
+    node, given = SimpleNamespace(target="aten.nonzero.default"), {"args": (), "kwargs": {}}
+    extern = SimpleNamespace(node=node, results=(ix.of(ix.Var("u0")),), note="model.py:3", **given)
     assert "depends on data" in (graphs.obstacle(program([buffer("x")], externs=(extern,))) or "")
-    sized = SimpleNamespace(node=node, results=(buffer("y", ix.of(ix.Var("u0"))),), note="model.py:3")
+    sized = SimpleNamespace(node=node, results=(buffer("y", ix.of(ix.Var("u0"))),), note="model.py:3", **given)
     assert "depends on data" in (graphs.obstacle(program([buffer("x")], externs=(sized,))) or "")
-    same = SimpleNamespace(node=node, results=(buffer("y", ix.of(ix.Var("s0"))),), note="model.py:3")
+    same = SimpleNamespace(node=node, results=(buffer("y", ix.of(ix.Var("s0"))),), note="model.py:3", **given)
     assert graphs.obstacle(program([buffer("x", ix.of(ix.Var("s0")))], externs=(same,))) is None
-    assert "not a plain tensor" in (graphs.obstacle(program([Raw("generator")])) or "")
-    assert graphs.capturing(add, program([Raw("generator")])) is add
+    raw = Raw("generator")
+    draws = SimpleNamespace(node=node, results=(), note="", args=(), kwargs={"rng_state": [raw]})
+    assert "not a plain tensor" in (graphs.obstacle(program([raw], externs=(draws,))) or "")
+    assert graphs.obstacle(program([raw, buffer("x")])) is None  # nobody reads it
+    assert graphs.capturing(add, program([raw], externs=(draws,))) is add
     assert "without a CUDA graph" in caplog.text
