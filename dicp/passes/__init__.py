@@ -24,6 +24,7 @@ from dicp.passes.rewrite_linears import rewrite_linears
 from dicp.passes.rewrite_norm import rewrite_norm
 from dicp.passes.rewrite_scatter import rewrite_scatter
 from dicp.passes.rewrite_separable import rewrite_separable
+from dicp.passes.rng_states import open_rng_states
 from dicp.passes.rules import Claims
 from dicp.passes.split_backward import split_backward
 from dicp.passes.widen import widen
@@ -92,6 +93,7 @@ def run_passes(
 
     Raises VerifyError (from the import, or naming the pass through `add_note`).
     """
+    open_rng_states(gm)  # not one of PASSES: before it the graph has nodes without a value
     if config.verify:
         verify(gm)
     before = _fingerprint(gm) if on_pass else []

@@ -29,7 +29,6 @@ from dicp.passes.facts import (
     uniform_value,
     value_of,
 )
-from dicp.passes.rng_states import open_rng_states
 
 Rule = Callable[[Node], "Node | None"]
 
@@ -53,7 +52,6 @@ def canonicalize(gm: GraphModule) -> GraphModule:
     Keeps what memory can tell: a copy stays where dropping it would make an output share memory with an input
     or another output, and where the original is written. x + 0.0 stays: it turns -0.0 into 0.0.
     """
-    open_rng_states(gm)
     graph = gm.graph
     escaping = {base_of(n) for n in outputs_of(graph)}
     written = {base_of(a) for n in graph.nodes for a in mutated_arguments(n)}

@@ -16,16 +16,16 @@ from dicp import compat
 from dicp.compat import FakeTensorMode
 from dicp.compiler import Compiled, observe
 from dicp.dynamo_bridge.backend import dicp_cpu, dicp_cuda
-from dicp.passes.canonicalize import canonicalize
+from dicp.passes.rng_states import open_rng_states
 
 aten = torch.ops.aten
 
 
-def compiled(fn: Any, backend: str) -> tuple[Any, list[Compiled]]:
+def compiled(fn: Any, backend: str, **options: Any) -> tuple[Any, list[Compiled]]:
     seen: list[Compiled] = []
     torch._dynamo.reset()
     chosen = {"cpu": dicp_cpu, "cuda": dicp_cuda}[backend]
-    options = {"interpret": True} if backend == "cuda" else {}
+    options |= {"verify": True} | ({"interpret": True} if backend == "cuda" else {})
     net = torch.compile(fn, backend=chosen, options=options, fullgraph=True)
 
     def run(*inputs: Tensor) -> Any:
@@ -84,6 +84,18 @@ def test_attention_without_dropout_draws_nothing(backend: str) -> None:
     assert externs(seen) == []
 
 
+@pytest.mark.parametrize("options", [{"numerics": "eager"}, {"layout": False}])
+def test_other_options(options: dict[str, Any]) -> None:
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        return F.dropout(F.linear(x, w), 0.5)
+
+    x, w = torch.randn(30, 20, requires_grad=True), torch.eye(20, requires_grad=True)
+    run, _ = compiled(lambda x, w: again(part, x, w), "cpu", **options)
+    y = run(x, w)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, torch.where(y == 0, 0.0, 2.0))
+
+
 def test_attention_with_dropout_is_made_under_its_state() -> None:
     def part(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, torch.eye(16).expand(1, 2, 16, 16), dropout_p=0.5)
@@ -115,7 +127,8 @@ def test_calls_under_a_generator_of_cuda_graphs() -> None:
         results.append(graph.call_function(operator.getitem, (y, 0)))
         results[-1].meta["val"] = x.meta["val"]
     graph.output(tuple(results))
-    gm = canonicalize(GraphModule(torch.nn.Module(), graph))
+    gm = GraphModule(torch.nn.Module(), graph)
+    open_rng_states(gm)
     plain, wrapped = (n for n in gm.graph.nodes if n.target in (attention, wrapper))
     assert plain.target is attention and plain.args == (x, x, x, 0.0) and not plain.kwargs
     assert wrapped.target is wrapper and wrapped.kwargs == {"rng_state": generator}
