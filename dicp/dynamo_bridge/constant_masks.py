@@ -83,14 +83,23 @@ def _fold_part(gm: fx.GraphModule, call: fx.Node, outer: Outer, kinds: Kinds) ->
     calls = sum(len(n.users) for n in gm.graph.nodes if n.op == "get_attr" and n.target == body.target)
     inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
     if calls == 1 and len(inputs) == len(operands):
-        given = {p: outer.get(o, o) for p, o in zip(inputs, operands) if isinstance(o, fx.Node)}
-        _fold(part, outer | given, kinds)
+        pairs = [(p, o) for p, o in zip(inputs, operands) if isinstance(o, fx.Node) and not _is_written(p)]
+        _fold(part, outer | {p: outer.get(o, o) for p, o in pairs}, kinds)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether the trace writes to a tensor, in place or through a view."""
+    value = node.meta.get("example_value")
+    return not isinstance(value, Tensor) or value._version != 0
 
 
 def _square(query: Any, key: Any, mask: fx.Node) -> bool:
     """Whether rows, columns and the mask are of one size: then torch's and the mask's diagonals are one."""
-    q, k, m = (n.meta["example_value"].shape for n in (query, key, mask))
-    return bool(q[-2] == k[-2] == m[-2] == m[-1])
+    q, k, m = (n.meta.get("example_value") for n in (query, key, mask))
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(m, Tensor):
+        return False
+    sizes = (q.shape[-2], k.shape[-2], *m.shape[-2:])
+    return all(isinstance(n, int) and n == sizes[0] for n in sizes)
 
 
 def _kind(mask: fx.Node, outer: Outer) -> str | None:
@@ -111,11 +120,11 @@ def _is_constant(mask: fx.Node, outer: Outer) -> bool:
     found, stack = {mask}, [mask]
     while stack:
         node = stack.pop()
-        value = node.meta.get("example_value")
-        if not _is_pure(node) or not isinstance(value, Tensor):
+        if not _is_pure(node) or _is_written(node):
             return False
+        value = node.meta["example_value"]
         sizes, strides = tuple(value.shape), value.stride()
-        if value._version != 0 or not all(isinstance(n, int) for n in (*sizes, *strides)):
+        if not all(isinstance(n, int) for n in (*sizes, *strides)):
             return False
         if math.prod(n for n, stride in zip(sizes, strides, strict=True) if stride) > LARGEST:
             return False
