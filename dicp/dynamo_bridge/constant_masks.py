@@ -29,7 +29,7 @@ _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # What gives the same at each call and has no effect; shapes and dtypes are those of the trace.
 _PURE = frozenset(
     """arange ones zeros full eye tril triu ones_like zeros_like full_like new_ones new_zeros new_full
-    add sub mul neg floordiv mod eq ne le lt ge gt and_ or_ xor invert
+    add sub mul neg floordiv mod eq ne le lt ge gt and and_ or or_ xor invert
     logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
     where masked_fill diff cumsum flip cat stack minimum maximum clamp abs
     getitem view reshape expand expand_as unsqueeze squeeze transpose permute flatten t repeat contiguous
@@ -139,6 +139,8 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     module = getattr(node.target, "__module__", None) or "torch"  # of builtins that torch has: None
+    if name.startswith("__") and name.endswith("__"):  # torch 2.11 calls `==` so
+        name = name[2:-2]
     return name in _PURE and module.partition(".")[0] in ("torch", "_operator", "builtins")
 
 
