@@ -86,15 +86,15 @@ def rewrite_linears(gm: GraphModule, vendor: Claims) -> GraphModule:
         known = {layer.node for j in joined for layer in j.layers}.union(c for _, c in calls if c)
         norm = _norm(x) if _read_by(x, known) else None
         for j, call in calls:
-            better = None if call is None or norm is None else _call(j, norm.x, norm, vendor, order)
-            if better is not None or len(j.layers) > 1:
-                _put(better or call, j, order)
+            normed = _call(j, norm.x, norm, vendor, order) if call is not None and norm is not None else None
+            chosen = normed or (call if len(j.layers) > 1 else None)
+            if chosen is not None:
+                _put(chosen, j, order)
     return finish(gm)
 
 
 def _layer(node: Node) -> Layer | None:
-    x, w, *scale, b, other, act = node.args
-    del x
+    _, w, *scale, b, other, act = node.args
     return None if other is not None else Layer(node, w, (*scale, None)[0], b, str(act))  # type: ignore[arg-type]
 
 
@@ -136,8 +136,6 @@ def _side_by_side(layers: Iterable[Layer]) -> list[Joined]:
 
 
 # -- the norm ------------------------------------------------------------------------------------------------
-
-
 
 def _widens(cast: Node) -> bool:
     return is_plain_cast(cast) and value_of(cast).dtype == torch.float32 and _is_low(cast.args[0])
@@ -244,10 +242,8 @@ def _move(n: Node, before: Node, order: dict[Node, int]) -> None:
     order[n] = order[before] - 1
 
 
-def _put(call: Node | None, j: Joined, order: dict[Node, int]) -> None:
+def _put(call: Node, j: Joined, order: dict[Node, int]) -> None:
     """Have the results of the call stand for the values."""
-    if call is None:
-        return
     first = min(j.roots, key=order.__getitem__)
     order[call] = order[first]
     for n in call.all_input_nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from dicp.compiler import Compiled, observe
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import dicp_cuda
 from dicp.ops.library import linears
+from dicp.schedule.kernels import Launch
+from dicp.vendor.cuda_graph import CudaGraph, gpu
 from dicp.vendor.cuda_graph.templates import Launched, Operand
 from dicp.vendor.cuda_graph.templates.linears import Linears, kernels
 from dicp.vendor.cuda_graph.templates.product import Plan
@@ -222,6 +225,39 @@ def test_int8_weights_are_read_as_stored(
     assert [name.partition(":")[0] for name in calls] == want, calls
     loose = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(got.double(), net.double()(x.double()), rtol=loose, atol=loose)
+
+
+def steps_of_a_decoder(layers: int, cache: str) -> list[str]:
+    """Kernels and calls of a LLaMA's program for one token, behind others in a static cache."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=40, max_position_embeddings=32,
+    )  # fmt: skip
+    net = transformers.LlamaForCausalLM(config).eval()
+    kept = transformers.StaticCache(config=config, max_cache_len=16)
+    kept.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
+    seen = list[Compiled]()
+    torch._dynamo.reset()
+    with observe(seen.append), torch.no_grad():
+        options = {"interpret": True, "cache_dir": cache}
+        call = torch.compile(net, backend=dicp_cuda, options=options, fullgraph=True)
+        call(input_ids=torch.tensor([[3]]), past_key_values=kept, use_cache=True)
+    (program,) = (s.program for s in seen)
+    return [
+        item.kernel.name if isinstance(item, Launch) else str(item.claim.name).partition(":")[0]
+        for item in program.items
+    ]
+
+
+def test_a_layer_that_decodes(cuda_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values with their norm; their rotation and what goes to the cache; attention (in two
+    launches where it is split); its product; gate and up with their norm; down."""
+    monkeypatch.setattr(CudaGraph, "machine", lambda self, config: gpu(32))
+    found = [Counter(steps_of_a_decoder(n, cuda_cache)) for n in (2, 3)]
+    layer = found[1] - found[0]
+    calls = {"linears": 2, "linear": 2, "attention": 1}
+    assert {name: layer[name] for name in calls} == calls and layer.total() == 6, layer
 
 
 def test_many_rows_and_eagers_numerics_have_calls_of_their_own(cuda_cache: str) -> None:

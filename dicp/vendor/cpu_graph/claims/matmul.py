@@ -94,7 +94,8 @@ allocates what it returns: from 32 MB on malloc maps memory anew for each, whose
 spares; a little below, it raises the peak (Mixtral's logits: 50 MB for 35, of 1.01 to 1.04 of the time)."""
 EVEN_ROWS, EVEN_RESULT = 128, 8 << 20
 """Rows up to which tiles take as long as oneDNN (scripts/products.py), and bytes of a result from which on it
-is theirs, then: T5's peak is 22.5 MB for 27 (eager's 23 to 28). Frozen weights are packed as before."""
+is theirs, then: T5's peak was 22.5 MB for 27 (eager's 23 to 28; these choices forced on a processor
+with AVX2 alone, one with AVX-512 not measured). Frozen weights are packed as before."""
 
 
 def _by_onednn(node: fx.Node) -> bool:
