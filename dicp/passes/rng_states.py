@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp import compat
-from dicp.ir.verify import infer, insert
+from dicp.ir.verify import insert
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_tensor, value_of
 
@@ -98,15 +98,13 @@ def _open_in_graphs(node: Node) -> None:
     kwargs = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
     graph = node.graph
     with graph.inserting_before(node):
-        y = graph.call_function(op, tuple(args), kwargs)  # type: ignore[arg-type]
-    y.meta = dict(node.meta)
-    y.meta["val"] = infer(y)
+        y = insert(graph, op, args, kwargs, like=node)
     if _draws(op, args, kwargs):
-        node.meta["val"] = y.meta["val"]  # torch gives it none
+        node.meta["val"] = value_of(y)  # torch gives it none
         graph.erase_node(y)
-        return
-    node.replace_all_uses_with(y)
-    graph.erase_node(node)
+    else:
+        node.replace_all_uses_with(y)
+        graph.erase_node(node)
 
 
 __all__ = ["open_rng_states"]
