@@ -176,6 +176,23 @@ def test_what_stays_with_the_library() -> None:
     assert claims(exact) == ["attention: flash"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("depths", [(48, 32), (32, 48), (290, 16)])
+def test_values_of_another_depth(depths: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
+    """ATen's kernels serve none such: what no template serves either stays as written."""
+    args = operands(dtype, 4, 2, rows, 70, *depths)
+
+    def fn(q: Any, k: Any, v: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    exact = fn(*(a.double() for a in args))
+    for isa in ("auto", "portable"):
+        torch._dynamo.reset()
+        got, _ = programs(fn, *args, options={"isa": isa})
+        close(got, fn(*args), exact)
+
+
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 def test_code_for_a_lesser_processor(isa: str) -> None:
     """The micro-kernels are this processor's, whatever the tiles around them are compiled for."""

@@ -95,6 +95,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         if node.args[3] is not None and node.meta["val"].dim() == 3:
             return False  # nor rows: only images and volumes
         return onednn_has(dtype)
+    if target is torch.ops.dicp.attention.default:
+        return attention.supports(node)
     if target is torch.ops.dicp.separable.default:
         return separable.supports(node)
     if target is torch.ops.dicp.add_rows.default:

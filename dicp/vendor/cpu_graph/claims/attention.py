@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.compat import size_hint
+from dicp.compat import known_equal, size_hint
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import (
@@ -197,6 +197,20 @@ def _templates(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> l
     return [claim for claim in found if claim is not None]
 
 
+def supports(node: fx.Node) -> bool:
+    """Whether a dicp::attention may be formed: a template or ATen's kernels serve it."""
+    q = node.args[0].meta["val"]  # type: ignore[union-attr]
+    causal, scale = argument(node, 4, "causal", False), argument(node, 5, "scale", None)
+    mask = argument(node, 3, "mask", None)
+    return q.dtype in FLOATS and (_one_depth(node) or bool(_templates(node, mask, causal, scale)))
+
+
+def _one_depth(node: fx.Node) -> bool:
+    """Whether values are as deep as keys, as ATen's kernels ask."""
+    q, _, v = (a.meta["val"] for a in node.args[:3])  # type: ignore[union-attr]
+    return known_equal(q.shape[-1], v.shape[-1])
+
+
 def attention(node: fx.Node, config: Any) -> list[Claim]:
     causal, scale = argument(node, 4, "causal", False), argument(node, 5, "scale", None)
 
@@ -216,7 +230,7 @@ def attention(node: fx.Node, config: Any) -> list[Claim]:
 
     library = Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2, 3))
     own = [] if config.numerics == "eager" else _templates(node, node.args[3], causal, scale)
-    return [*own, library]
+    return [*own, library] if _one_depth(node) else own
 
 
 def flash(node: fx.Node, config: Any) -> list[Claim]:

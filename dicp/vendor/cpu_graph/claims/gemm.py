@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -28,8 +28,19 @@ from dicp.vendor.cpu_graph.claims.operands import (
 from dicp.vendor.cpu_graph.microkernels import available
 
 ROW_TILE, DEPTH_TILE = 128, 128
-LONG, WIDE = (512, 128), (128, 512)
-"""Rows and columns; all as in the header."""
+
+
+class Tiles(NamedTuple):
+    """As in the header: rows and columns, where rows of x are dense and where its columns are; depths up
+    to which sums lie in a float32 result (None: all)."""
+
+    long: tuple[int, int]
+    wide: tuple[int, int]
+    shallow: int | None
+
+
+TILES = Tiles((512, 128), (128, 512), None)
+TILES_OF_SHORT_VECTORS = Tiles((512, 256), (256, 512), 2 * DEPTH_TILE)
 FEW_ROWS, FEW_ROWS_OF_PAIRS, PANEL, STRIP = 512, 128, 128, 16
 """As in dicp_gemm_transposed.h."""
 
@@ -102,14 +113,17 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     x, w = args[at.x], args[at.w]
     columns, depth = w.shape[-2:] if at.transposed else w.shape[:-3:-1]
     along_depth = w.strides[-1 if at.transposed else -2] == 1
-    group, panel = LONG if x.strides[-1] == 1 else WIDE
+    machine = lowering.vendor.machine(lowering.config)
+    tiles = TILES if machine.lanes == 16 else TILES_OF_SHORT_VECTORS
+    group, panel = tiles.long if x.strides[-1] == 1 else tiles.wide
     grouped = len(w.shape) > len(x.shape)  # each group has some of the rows, or all
     rows = x.shape[-2] if len(x.shape) == len(w.shape) else ix.product(x.shape[:-1])
     width, deep = (whole_lines(_most(n, tile)) for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
     lines = isinstance(columns, int) and columns % 16 == 0
-    in_place = lines and len(w.shape) == 2 and x.buffer.dtype == torch.float32  # sums lie in the result
+    shallow = tiles.shallow is None or (isinstance(depth, int) and depth <= tiles.shallow)
+    in_place = lines and shallow and len(w.shape) == 2 and x.buffer.dtype == torch.float32
     floats = deep * width + _most(rows, ROW_TILE) * deep + (0 if in_place else _most(rows, group) * width)
-    floats *= int(lowering.vendor.machine(lowering.config).threads)
+    floats *= int(machine.threads)
     few = _few_rows(columns, depth)
     may_be_few = grouped or not isinstance(rows, int) or rows <= few
     if along_depth and isinstance(depth, int) and may_be_few:
