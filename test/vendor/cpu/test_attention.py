@@ -193,6 +193,17 @@ def test_values_of_another_depth(depths: tuple[int, int], rows: int, dtype: torc
         close(got, fn(*args), exact)
 
 
+@pytest.mark.parametrize("shape", [(16, 1), (4, 16, 16), (4, 1, 16)])
+def test_masks_of_any_dims(shape: tuple[int, ...]) -> None:
+    """ATen's kernels, which serve so few rows, take two dims or four."""
+    q, k, v = operands(torch.float32, 4, 4, 16, 16, 8, 8)
+    mask = torch.randn(shape)
+    got, seen = programs(F.scaled_dot_product_attention, q, k, v, mask)
+    assert claims(seen) == ["attention: flash"]
+    exact = F.scaled_dot_product_attention(*(a.double() for a in (q, k, v, mask)))
+    close(got, F.scaled_dot_product_attention(q, k, v, mask), exact)
+
+
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 def test_code_for_a_lesser_processor(isa: str) -> None:
     """The micro-kernels are this processor's, whatever the tiles around them are compiled for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ def attention(node: fx.Node, config: Any) -> list[Claim]:
             w.tensor(v),
             "0.0",
             str(int(causal)),
-            *attention_args(w, mask, scale),
+            *attention_args(w, None if mask is None else _four_dims(mask), scale),
         ]
         logsumexp = w.fresh("logsumexp")
         w.hoisted.append(f"Tensor {logsumexp};")
@@ -231,6 +232,12 @@ def attention(node: fx.Node, config: Any) -> list[Claim]:
     library = Claim("attention: flash", emit, strides=_attention_strides, prepare=rows(0, 1, 2, 3))
     own = [] if config.numerics == "eager" else _templates(node, node.args[3], causal, scale)
     return [*own, library] if _one_depth(node) else own
+
+
+def _four_dims(mask: View) -> View:
+    """The mask as ATen's kernels take it: of three dims, or one, they do not."""
+    missing = 4 - len(mask.shape)
+    return replace(mask, shape=(*[1] * missing, *mask.shape), strides=(*[0] * missing, *mask.strides))
 
 
 def flash(node: fx.Node, config: Any) -> list[Claim]:
