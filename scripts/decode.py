@@ -2,6 +2,7 @@
 with int8 weights, under several contestants in turns.
 
     python scripts/decode.py [--contestants eager,inductor,dicp_cpu] [--dtypes fp32,bf16,int8] [--rounds 20]
+    python scripts/decode.py --model llama_1b --dtypes bf16,int8       weights of gigabytes, as they are used
 
 The bandwidth is that of the fastest way to read known: each thread four streams, far apart and contiguous.
 """
@@ -48,9 +49,9 @@ def to_int8(module: nn.Module) -> None:
             to_int8(child)
 
 
-def token(contestant: str, dtype: str) -> tuple[Callable[[], Tensor], int]:
+def token(model_name: str, contestant: str, dtype: str) -> tuple[Callable[[], Tensor], int]:
     """(one token's call, bytes of weights it reads)."""
-    case = workloads.WORKLOADS["llama-decode"].case
+    case = workloads.WORKLOADS[f"{model_name}-decode"].case
     computed = "bf16" if dtype == "int8" else dtype
     model = arms.cast(case.build("full"), workloads.DTYPES[computed])
     if dtype == "int8":
@@ -67,13 +68,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="llama", help="llama, llama_1b or llama_7b")
     parser.add_argument("--contestants", default="eager,inductor,dicp_cpu")
     parser.add_argument("--dtypes", default="fp32,bf16,int8")
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
     for dtype in given.dtypes.split(","):
         before = bandwidth()
-        calls = {name: token(name, dtype) for name in given.contestants.split(",")}
+        calls = {name: token(given.model, name, dtype) for name in given.contestants.split(",")}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for call, _ in calls.values():
             for _ in range(3):

@@ -71,12 +71,16 @@ LARGE: dict[str, Case] = {
     case.name: case
     for case in (
         Case(
+            "llama_1b", text.build_llama_1b, text.text_inputs(128256, text.LONG_SHAPES), token_targets,
+            generates=True,
+        ),
+        Case(
             "llama_7b", text.build_llama_7b, text.text_inputs(32000, text.LONG_SHAPES), token_targets,
             generates=True,
         ),
     )
 }  # fmt: skip
-"""Of the size of GPUs: named, they are measured."""
+"""Of gigabytes: named, they are measured."""
 
 
 def obstacle(names: Iterable[str]) -> str | None:

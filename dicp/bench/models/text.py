@@ -47,6 +47,16 @@ def build_llama(size: str) -> nn.Module:
     )  # fmt: skip
 
 
+def build_llama_1b(size: str) -> nn.Module:
+    """Llama 3.2 1B's sizes (full): weights of 2.5 GB in bf16, as people run on CPUs."""
+    if size != "full":
+        return build_llama(size)
+    return _llama(
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=8192, vocab_size=128256, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
 def build_llama_7b(size: str) -> nn.Module:
     """LLaMA-2 7B (full)."""
     if size != "full":

@@ -9,11 +9,15 @@ namespace dicp {
 // those rows stay in its second-level cache.
 constexpr int64_t ROW_TILE = 128;
 struct TileShape { int64_t rows, columns; };
-constexpr TileShape LONG{512, 128}, WIDE{128, 512};  // WIDE: rows of x that have to be turned meet more columns
+// WIDE: rows of x that have to be turned meet more columns. Vectors of 8 take twice as long for a block, and then wait
+// less for wider ones.
+constexpr bool SHORT_VECTORS = LANES < 16;
+constexpr TileShape LONG{512, SHORT_VECTORS ? 256 : 128}, WIDE{SHORT_VECTORS ? 256 : 128, 512};
+constexpr int64_t SHALLOW = SHORT_VECTORS ? 2 * DEPTH_TILE : INT64_MAX;  // depths whose sums may lie in the result
 
 // The workspace of one thread, and its work on the rows of one panel, shape.columns columns of y. Sums add up where
-// float32 results lie, if rows are whole cache lines. Those of batches do not: their rows may be of any length, and
-// oneDNN keeps a kernel for each distance between rows that it has seen.
+// float32 results lie, if rows are whole cache lines, and the depth is SHALLOW. Those of batches do not: their rows may
+// be of any length, and oneDNN keeps a kernel for each distance between rows that it has seen.
 template <Activation act, class T, class W, class S> struct GemmTile {
   const Product& g;
   const T* x;
@@ -27,7 +31,8 @@ template <Activation act, class T, class W, class S> struct GemmTile {
 
   GemmTile(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
       : g(of), x(left), w(right), e(after), y(result) {
-    shape = g.x[2] == 1 ? LONG : WIDE, in_place = same<T, float> && g.batch == 1 && g.y[1] % 16 == 0;
+    shape = g.x[2] == 1 ? LONG : WIDE;
+    in_place = same<T, float> && g.batch == 1 && g.y[1] % 16 == 0 && g.depth <= SHALLOW;
     width = (least(g.columns, shape.columns) + 15) / 16 * 16, depth = (least(g.depth, DEPTH_TILE) + 15) / 16 * 16;
   }
   int64_t floats() const {
