@@ -66,7 +66,8 @@ def size_hint(size: int | torch.SymInt, fallback: int = 128) -> int:
     if isinstance(size, int):
         return size
     node = size.node
-    return int(node.hint) if node.has_hint() and node.hint is not None else fallback
+    hint = node.hint if node.has_hint() else None
+    return fallback if hint is None or isinstance(hint, torch.SymInt) else int(hint)  # SymInt: of a jagged dim
 
 
 def example_value(shapes: ShapeEnv | None, size: sympy.Expr, unknown: int) -> int:

@@ -361,6 +361,9 @@ def _apply(found: Attention, vendor: Claims) -> bool:
     emit = Emitter(found.root)
     q, k, v = (_split_heads(emit, o, found.heads) for o in (found.q, found.k, found.v))
     mask = None if found.mask is None else _added_mask(emit, found.mask, q)
+    if mask is not None and value_of(mask).dtype not in (value_of(q).dtype, torch.float32):
+        emit.undo()  # float64, whose least number is no float32
+        return False
     target = torch.ops.dicp.attention.default
     call = emit(target, q, k, v, mask, found.causal, found.scale)
     result = call
@@ -391,9 +394,13 @@ def _split_heads(emit: Emitter, operand: Operand, heads: tuple[Any, Any] | None)
 
 
 def _added_mask(emit: Emitter, mask: Mask, q: Node) -> Node:
-    if mask.kind == "add":
-        return mask.node
     value = value_of(q)
+    if mask.kind == "add":
+        given = value_of(mask.node).dtype
+        if given in (value.dtype, torch.float32, torch.float64):
+            return mask.node
+        wide = value.dtype if value.dtype == torch.float64 else torch.float32
+        return emit(prims.convert_element_type.default, mask.node, wide)
     zero, closed = (
         emit(aten.full.default, [], number, dtype=value.dtype, device=value.device)
         for number in (0.0, -math.inf)

@@ -65,12 +65,15 @@ def shrink(config: Any) -> Any:
     """The configuration, and those in it, within LIMITS."""
     from transformers import PreTrainedConfig
 
-    for name, value in list(vars(config).items()):
+    given = dict(vars(config))
+    ungrouped = given.get("num_key_value_heads") == given.get("num_attention_heads")
+    for name, value in given.items():
         new = value
         if isinstance(value, PreTrainedConfig):
             shrink(value)
         elif isinstance(value, int) and not isinstance(value, bool):
-            new = min(value, LIMITS.get(name, value))
+            limit = "num_attention_heads" if name == "num_key_value_heads" and ungrouped else name
+            new = min(value, LIMITS.get(limit, value))
             if name.endswith("token_id") and value >= VOCABULARY:
                 new = 0 if name.startswith("pad") else 3
         elif name == "layer_types" and isinstance(value, (list, tuple)):

@@ -395,6 +395,25 @@ def test_associative_scan(backend: str) -> None:
     )
 
 
+def test_jagged_tensors(backend: str) -> None:
+    """Of which a size is no number, but stands for the lengths of all parts."""
+    layer = torch.nn.Linear(4, 6)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(layer(x)).softmax(-1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend=backend)
+    for lengths in ((3, 5), (4, 1, 2)):
+        parts = [torch.randn(n, 4) for n in lengths]
+        got, want = (torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True) for _ in "12")
+        y, expected = compiled(got), f(want)
+        torch.testing.assert_close(y.values(), expected.values())
+        for each in (y, expected):
+            each.values().square().sum().backward()
+        torch.testing.assert_close(got.grad.values(), want.grad.values())
+
+
 def test_python_branch_on_data(backend: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * 2

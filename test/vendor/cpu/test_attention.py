@@ -193,6 +193,22 @@ def test_values_of_another_depth(depths: tuple[int, int], rows: int, dtype: torc
         close(got, fn(*args), exact)
 
 
+@pytest.mark.parametrize("of", [torch.int64, torch.uint8, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [16, 40])
+def test_masks_of_other_dtypes(rows: int, dtype: torch.dtype, of: torch.dtype) -> None:
+    args = operands(dtype, 2, 2, rows, 20, 16, 16)
+    added = torch.tensor(7 if of == torch.uint8 else -1000).to(of)
+
+    def fn(q: Any, k: Any, v: Any, closed: Any) -> torch.Tensor:
+        scores = q @ k.transpose(-1, -2) + torch.where(closed, added, torch.zeros_like(added))
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    closed = torch.rand(rows, 20) < 0.4
+    got, _ = programs(fn, *args, closed)
+    close(got, fn(*args, closed), fn(*(a.double() for a in args), closed))
+
+
 @pytest.mark.parametrize("shape", [(16, 1), (4, 16, 16), (4, 1, 16)])
 def test_masks_of_any_dims(shape: tuple[int, ...]) -> None:
     """ATen's kernels, which serve so few rows, take two dims or four."""
