@@ -67,7 +67,8 @@ def size_hint(size: int | torch.SymInt, fallback: int = 128) -> int:
         return size
     node = size.node
     hint = node.hint if node.has_hint() else None
-    return fallback if hint is None or isinstance(hint, torch.SymInt) else int(hint)  # SymInt: of a jagged dim
+    jagged = isinstance(hint, torch.SymInt)  # stands for the lengths of all parts of a nested tensor
+    return fallback if hint is None or jagged else int(hint)
 
 
 def example_value(shapes: ShapeEnv | None, size: sympy.Expr, unknown: int) -> int:
