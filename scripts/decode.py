@@ -68,7 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="llama", help="llama, llama_1b or llama_7b")
+    models = [name.removesuffix("-decode") for name in workloads.WORKLOADS if name.endswith("-decode")]
+    parser.add_argument("--model", default="llama", choices=models)
     parser.add_argument("--contestants", default="eager,inductor,dicp_cpu")
     parser.add_argument("--dtypes", default="fp32,bf16,int8")
     parser.add_argument("--rounds", type=int, default=20)

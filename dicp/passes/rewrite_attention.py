@@ -181,6 +181,7 @@ def _written_out(outer: Node) -> Attention | None:
         or heads is None
         or end is None
         or not (same_dtype(q.node, k.node) and same_dtype(q.node, v.node))
+        or (mask is not None and not _is_held(mask, q.node))
     ):
         return None
     return Attention(end, q, k, v, mask, False, scale, heads)
@@ -274,6 +275,11 @@ def _is_scores(node: Any, masked: Node) -> bool:
     return _batched_matmul(node) is not None
 
 
+def _is_held(mask: Mask, q: Node) -> bool:
+    """Whether attention's dtypes hold what is added: of float64, the least number is no float32."""
+    return value_of(mask.node).dtype != torch.float64 or value_of(q).dtype == torch.float64
+
+
 def _is_finite(node: Node) -> bool:
     """Whether no element of an added mask can be infinite, as far as the graph tells."""
     number = uniform_value(node)
@@ -361,9 +367,6 @@ def _apply(found: Attention, vendor: Claims) -> bool:
     emit = Emitter(found.root)
     q, k, v = (_split_heads(emit, o, found.heads) for o in (found.q, found.k, found.v))
     mask = None if found.mask is None else _added_mask(emit, found.mask, q)
-    if mask is not None and value_of(mask).dtype not in (value_of(q).dtype, torch.float32):
-        emit.undo()  # float64, whose least number is no float32
-        return False
     target = torch.ops.dicp.attention.default
     call = emit(target, q, k, v, mask, found.causal, found.scale)
     result = call
@@ -396,10 +399,9 @@ def _split_heads(emit: Emitter, operand: Operand, heads: tuple[Any, Any] | None)
 def _added_mask(emit: Emitter, mask: Mask, q: Node) -> Node:
     value = value_of(q)
     if mask.kind == "add":
-        given = value_of(mask.node).dtype
-        if given in (value.dtype, torch.float32, torch.float64):
+        if value_of(mask.node).dtype in (value.dtype, torch.float32):
             return mask.node
-        wide = value.dtype if value.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(value.dtype, torch.float32)
         return emit(prims.convert_element_type.default, mask.node, wide)
     zero, closed = (
         emit(aten.full.default, [], number, dtype=value.dtype, device=value.device)

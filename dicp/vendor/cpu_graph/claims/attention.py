@@ -18,6 +18,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     LOW,
     SHIM,
     argument,
+    dtype_of,
     memory_order,
     multiplies,
     rows,
@@ -200,10 +201,7 @@ def _templates(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> l
 
 def supports(node: fx.Node) -> bool:
     """Whether a dicp::attention may be formed: a template or ATen's kernels serve it."""
-    q = node.args[0].meta["val"]  # type: ignore[union-attr]
-    causal, scale = argument(node, 4, "causal", False), argument(node, 5, "scale", None)
-    mask = argument(node, 3, "mask", None)
-    return q.dtype in FLOATS and (_one_depth(node) or bool(_templates(node, mask, causal, scale)))
+    return dtype_of(node.args[0]) in FLOATS and (_one_depth(node) or reads_operands(node))
 
 
 def _one_depth(node: fx.Node) -> bool:
