@@ -198,10 +198,11 @@ def test_values_of_another_depth(depths: tuple[int, int], rows: int, dtype: torc
 @pytest.mark.parametrize("rows", [16, 40])
 def test_masks_of_other_dtypes(rows: int, dtype: torch.dtype, of: torch.dtype) -> None:
     args = operands(dtype, 2, 2, rows, 20, 16, 16)
-    added = torch.tensor(7 if of == torch.uint8 else -1000).to(of)
+    added = 7 if of == torch.uint8 else -1000
 
     def fn(q: Any, k: Any, v: Any, closed: Any) -> torch.Tensor:
-        scores = q @ k.transpose(-1, -2) + torch.where(closed, added, torch.zeros_like(added))
+        one, zero = (torch.full((), number, dtype=of) for number in (added, 0))  # known to be finite
+        scores = q @ k.transpose(-1, -2) + torch.where(closed, one, zero)
         return scores.softmax(-1).to(v.dtype) @ v
 
     closed = torch.rand(rows, 20) < 0.4
