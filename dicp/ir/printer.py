@@ -77,12 +77,13 @@ def _innermost_line(trace: str) -> tuple[str, int, str] | None:
 
 
 def user_location(node: Node) -> str | None:
-    """`model.py:12  y = x @ w`: where in the user's model the node comes from."""
+    """`model.py:12  y = x @ w`: where in the user's model the node comes from. Without the backslash of a line
+    that goes on: it would make the next line of generated C++ part of the comment."""
     line = user_line(node)
     if line is None:
         return None
     file, number, code = line
-    return f"{file.rsplit('/', 1)[-1]}:{number}  {code}".rstrip()
+    return f"{file.rsplit('/', 1)[-1]}:{number}  {code}".rstrip("\\ \t")
 
 
 def show(gm: GraphModule, locations: bool = False) -> str:

@@ -72,3 +72,16 @@ graph(arg0_1: Sym(s0), arg1_1: Sym(s1), arg2_1: f32[s0,s1]):
         self.assertIn(f"= relu(arg0_1)  # {where}", show(g, locations=True))
         assert user_line(node) is not None
         self.assertEqual(user_line(node)[1], line)
+
+    def test_lines_that_go_on(self) -> None:
+        def model(x: torch.Tensor) -> torch.Tensor:
+            y = x.exp() + \
+                x
+            return y * 2 + \
+                y.sum(0)
+
+        g = graph_of(model, (3,))
+        where = [str(user_location(n)) for n in g.graph.nodes if n.op == "call_function"]
+        self.assertTrue(where and not any(w.endswith("\\") for w in where), where)
+        x = torch.randn(3)
+        self.assertTrue(torch.allclose(torch.compile(model, backend="dicp_cpu")(x), model(x)))
