@@ -89,8 +89,7 @@ class _Fusion:
         self.fresh = 0
 
     def run(self) -> list[Step]:
-        for d in self.defs:
-            reads = _reads(d)
+        for d, reads in _needed(self.defs):
             deps = self.depends.of(d, reads)
             place = self._best(d, reads, deps) if self._may_share(d) else None
             if place is None:
@@ -419,6 +418,20 @@ class _Fusion:
         if isinstance(rows, int) and rows < self.machine.threads and size > self.machine.row // 4:
             return False
         return size <= (max(self.machine.row, self.machine.shared_row) if contiguous else self.machine.column)
+
+
+def _needed(defs: list[Def]) -> list[tuple[Def, list[tuple[str, Indices]]]]:
+    """The definitions, and what each reads, without those whose results nobody reads: the positions of a
+    pooling's maxima, say."""
+    found, read = [], set()
+    for d in reversed(defs):
+        local = all(b is None or (b.kind == "temp" and b.name not in read) for b in d.outputs)
+        if local and isinstance(d, (Pointwise, Reduction)):
+            continue
+        reads = _reads(d)
+        read.update(name for name, _ in reads)
+        found.append((d, reads))
+    return found[::-1]
 
 
 def _reads(d: Def) -> list[tuple[str, Indices]]:

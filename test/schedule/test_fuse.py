@@ -382,6 +382,12 @@ def test_unused_reduction_is_dropped() -> None:
     assert [s.kind for s in launch.kernel.body if isinstance(s, Reduce)] == ["max"]
 
 
+def test_results_that_nobody_reads_are_no_kernel() -> None:
+    """A window too long to be unrolled: its maxima are one reduction, their positions another."""
+    program = compiled(lambda x: F.max_pool2d(x, 9, 1, 4).relu(), (1, 2, 14, 14))
+    assert names(program) == ["max_pool2d_with_indices_relu"]
+
+
 def test_mutated_input_is_read_before_it_is_written() -> None:
     """The old value of x is read at other places than it is written: never in one kernel."""
 
