@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 LAYOUT_KEY = "dicp_layout"
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float32: "f32",
@@ -69,7 +71,7 @@ def _innermost_line(trace: str) -> tuple[str, int, str] | None:
     lines, found = trace.splitlines(), None
     for i, text in enumerate(lines):
         frame = _FRAME.match(text)
-        if frame is None or "/torch/" in frame["file"]:
+        if frame is None or frame["file"].startswith(_TORCH):
             continue
         code = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
         found = (frame["file"], int(frame["line"]), code)

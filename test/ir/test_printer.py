@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from expecttest import TestCase
 from graphs import graph_of
@@ -72,6 +74,16 @@ graph(arg0_1: Sym(s0), arg1_1: Sym(s1), arg2_1: f32[s0,s1]):
         self.assertIn(f"= relu(arg0_1)  # {where}", show(g, locations=True))
         assert user_line(node) is not None
         self.assertEqual(user_line(node)[1], line)
+
+    def test_a_model_in_a_folder_named_torch(self) -> None:
+        g = graph_of(lambda x: x.relu(), (3,))
+        node = next(n for n in g.graph.nodes if n.op == "call_function")
+        inside = os.path.join(os.path.dirname(torch.__file__), "nn", "modules", "activation.py")
+        node.meta["stack_trace"] = (
+            '  File "/home/user/torch/model.py", line 7, in forward\n    return self.act(x)\n'
+            f'  File "{inside}", line 8, in forward\n    return torch.relu(x)\n'
+        )
+        self.assertEqual(user_location(node), "model.py:7  return self.act(x)")
 
     def test_lines_that_go_on(self) -> None:
         def model(x: torch.Tensor) -> torch.Tensor:
