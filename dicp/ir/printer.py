@@ -79,8 +79,8 @@ def _innermost_line(trace: str) -> tuple[str, int, str] | None:
 
 
 def user_location(node: Node) -> str | None:
-    """`model.py:12  y = x @ w`: where in the user's model the node comes from. Without the backslash of a line
-    that goes on: it would make the next line of generated C++ part of the comment."""
+    """`model.py:12  y = x @ w`: where in the user's model the node comes from. Without the backslash of a
+    line that goes on: it would make the next line of generated C++ part of the comment."""
     line = user_line(node)
     if line is None:
         return None
