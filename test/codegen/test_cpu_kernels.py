@@ -315,6 +315,12 @@ CASES: dict[str, Case] = {
     "cat_of_different_dtypes": Case(
         lambda x, y: torch.cat([x, y]).exp(), (rand(7, 5), rand(4, 5, dtype=torch.float64))
     ),
+    "cat_of_rows": Case(lambda x, y, z: F.silu(torch.cat([x, y, z], 1)) + 1, (odd(40, 32), rand(40, 50), rand(40, 7))),
+    "cat_of_turned": Case(lambda x, y: torch.cat([x.t(), y.t()], 1) * 2, (rand(32, 200), rand(50, 200))),
+    "cat_of_one_row": Case(lambda x, y: torch.cat([x, y, x]) * 2, (rand(700), rand(90))),
+    "halves_turned": Case(
+        lambda x, c: x * c + torch.cat([-x[:, 32:], x[:, :32]], 1) * c.exp(), (odd(50, 64), rand(50, 64))
+    ),
     "stack": Case(lambda x, y: torch.stack([x, y * 2], -1), (rand(7, 15), rand(7, 15))),
     "many_pieces": Case(many_pieces, (rand(3, 2, 4), rand(3, 70, 4))),
     "many_pieces_dynamic": Case(many_pieces, (rand(5, 3, 4), rand(5, 70, 4)), dynamic=True),
@@ -560,7 +566,8 @@ TURNED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {  # and ho
     "rows too short": (lambda x, y: x + y.t(), (rand(300, 9), rand(9, 300)), 0),
     "columns too short": (lambda x, y: x + y.t(), (rand(9, 300), rand(300, 9)), 0),
     "blocks too few": (lambda x, y: x + y.t(), (rand(20, 300), rand(300, 20)), 0),
-    "behind a mask": (lambda x, y: x + F.pad(y.t(), (1, 0)), (rand(300, 64), rand(63, 300)), 0),
+    "behind a mask": (lambda x, y: x + F.pad(y.t(), (0, 0, 1, 0)), (rand(300, 64), rand(64, 299)), 0),
+    "in the range of a mask": (lambda x, y: x + F.pad(y.t(), (1, 0)), (rand(300, 64), rand(63, 300)), 1),
 }
 
 

@@ -19,6 +19,7 @@ from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.divided import split_divided
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
 from dicp.vendor.cpu_graph.loops import (
+    Shape,
     around,
     block_loop,
     choose_shape,
@@ -28,6 +29,7 @@ from dicp.vendor.cpu_graph.loops import (
     shared_vector_loop,
     vector_loop,
 )
+from dicp.vendor.cpu_graph.ranges import split_ranges
 from dicp.vendor.cpu_graph.turned import Turned, find_turned, tiles
 
 MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
@@ -68,9 +70,9 @@ def _zeros(kernel: Kernel) -> list[str]:
 
 
 class _KernelWriter:
-    def __init__(self, kernel: Kernel, name: str, lanes: int) -> None:
+    def __init__(self, kernel: Kernel, name: str, lanes: int, shape: Shape | None = None) -> None:
         self.kernel, self.name, self.lanes = kernel, name, lanes
-        self.shape = choose_shape(kernel, lanes)
+        self.shape = shape or choose_shape(kernel, lanes)
         self.vector_var = self.shape.vector.var if self.shape.vector is not None else None
         self.writer = ExpressionWriter({p.name: p.dtype for p in kernel.params}, self.vector_var, lanes)
         self.inner_vars = frozenset(a.var for a in self.shape.inner)
@@ -129,27 +131,46 @@ class _KernelWriter:
     # -- pointwise -----------------------------------------------------------------------------------------
 
     def _pointwise(self) -> list[str]:
-        turned = find_turned(self.kernel, self.shape, self.lanes)
+        along = self.shape.vector
+        ranges = split_ranges(self.kernel, along, self.lanes) if along is not None else []
+        if len(ranges) < 2:
+            return self._points()
+        parts = [
+            _KernelWriter(r.kernel, self.name, self.lanes, replace(self.shape, vector=r.axis)) for r in ranges
+        ]
+        notes = [f"// {r.axis.var} from {r.start}" for r in ranges]
+        if few(self.shape.outer) or any(p.turned() is not None for p in parts):
+            return [x for note, p in zip(notes, parts) for x in (note, "{", *indent(p._points()), "}")]
+        rows = [x for note, p in zip(notes, parts) for x in (note, "{", *indent(p._row()), "}")]
+        return around(self.kernel, self.shape.outer, rows)
+
+    def turned(self) -> Turned | None:
+        return find_turned(self.kernel, self.shape, self.lanes)
+
+    def _points(self) -> list[str]:
+        turned = self.turned()
         if turned is not None:
             return self._tiled(turned)
+        if self.shape.vector is None or not few(self.shape.outer):
+            return around(self.kernel, self.shape.outer, self._row())
+        inside = self._inside(None)  # too few outer iterations: share out the vector loop too
+        loop = shared_vector_loop(self.shape.vector, inside.lines, self.lanes, self.writer.fresh)
+        return around(self.kernel, self.shape.outer, loop, extra=1)
+
+    def _row(self) -> list[str]:
+        """All that is inside the outer loops."""
         outer = Scope(provides=frozenset())
-        inside = Scope(
-            outer,
-            lanes="lanes" if self.vector_var is not None else None,
-            provides=frozenset({self.vector_var} if self.vector_var else ()),
-        )
-        split_inside = few(self.shape.outer)  # too few outer iterations: share out the vector loop too
-        if split_inside:
-            outer.provides = frozenset({"never"})
-            inside.parent = None
-        self._stores(list(self.kernel.body), inside)
+        inside = self._inside(outer)
         if self.shape.vector is None:
-            return [*outer.lines, *inside.lines] if not split_inside else inside.lines
-        if split_inside:
-            loop = shared_vector_loop(self.shape.vector, inside.lines, self.lanes, self.writer.fresh)
-            return around(self.kernel, self.shape.outer, loop, extra=1)
-        loop = vector_loop(self.shape.vector, inside.lines, self.lanes, self.writer.fresh)
-        return around(self.kernel, self.shape.outer, [*outer.lines, *loop])
+            return [*outer.lines, *inside.lines]
+        return [*outer.lines, *vector_loop(self.shape.vector, inside.lines, self.lanes, self.writer.fresh)]
+
+    def _inside(self, outer: Scope | None) -> Scope:
+        """The statements, of a vector if there are any."""
+        axis = self.vector_var
+        scope = Scope(outer, lanes="lanes" if axis else None, provides=frozenset({axis} if axis else ()))
+        self._stores(list(self.kernel.body), scope)
+        return scope
 
     def _tiled(self, turned: Turned) -> list[str]:
         along, across = self.shape.vector, turned.axis.var

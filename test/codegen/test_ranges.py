@@ -1,0 +1,61 @@
+"""Axes in ranges within which no condition changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from lowered import compiled
+
+from dicp.ir.kernel import show
+from dicp.vendor.cpu_graph.loops import choose_shape
+from dicp.vendor.cpu_graph.ranges import MOST, Range, split_ranges
+
+
+def ranges(fn, *shapes) -> list[Range]:
+    kernel = compiled(fn, *shapes).launches[-1].kernel
+    along = choose_shape(kernel, 16).vector
+    assert along is not None
+    return split_ranges(kernel, along, 16)
+
+
+def halves(x):
+    """What rotary embeddings do to a row."""
+    return torch.cat([-x[:, 32:], x[:, :32]], 1)
+
+
+class TestText(TestCase):
+    maxDiff = None
+
+    def test_two_halves(self) -> None:
+        text = "\n".join(f"from {r.start}: {show(r.kernel, notes=False)}" for r in ranges(halves, (8, 64)))
+        self.assertExpectedInline(text, """\
+from 0: kernel cat(arg0_1: f32, buf1: f32*)
+  for i0 < 8, i1 < 32
+  v0: f32 = arg0_1[32 + 64*i0 + i1]
+  v1: f32 = neg(v0)
+  buf1[64*i0 + i1] = v1
+from 32: kernel cat(arg0_1: f32, buf1: f32*)
+  for i0 < 8, i1 < 32
+  v0: f32 = arg0_1[64*i0 + i1]
+  buf1[32 + 64*i0 + i1] = v0""")
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "starts"),
+    [
+        (lambda x, y: torch.cat([x, y, x], 1) + 1, [(8, 40), (8, 32)], [0, 40, 72]),
+        (lambda x: F.pad(x, (3, 5)) + 1, [(8, 200)], [0, 3, 203]),
+        (lambda x: F.pad(x[:, ::2], (1, 0)).flip(1) + 1, [(8, 400)], [0, 200]),  # a condition on 200 - i
+        (lambda x: F.max_pool2d(x, 3, 2, 1), [(2, 3, 99, 200)], [0, 1]),  # on 2 * i - 1
+        (lambda x: F.pad(x, (1, 1)) + 1, [(8, 14)], [0]),  # three vectors instead of one
+        (lambda x: x.triu() + 1, [(64, 64)], [0]),  # the other axis decides, too
+        (lambda x: x + 1, [(8, 64)], [0]),
+        (lambda x: torch.cat([x] * (MOST + 1), 1) + 1, [(8, 16)], [0]),  # too much text
+    ],
+)
+def test_where_ranges_begin(fn, shapes, starts) -> None:
+    found = ranges(fn, *shapes)
+    assert [r.start for r in found] == starts
+    assert sum(r.axis.size for r in found) == choose_shape(compiled(fn, *shapes).launches[-1].kernel, 16).vector.size
