@@ -423,7 +423,8 @@ class _Fusion:
 def _needed(defs: list[Def]) -> list[tuple[Def, list[tuple[str, Indices]]]]:
     """The definitions, and what each reads, without those whose results nobody reads: the positions of a
     pooling's maxima, say."""
-    found, read = [], set()
+    found: list[tuple[Def, list[tuple[str, Indices]]]] = []
+    read: set[str] = set()
     for d in reversed(defs):
         local = all(b is None or (b.kind == "temp" and b.name not in read) for b in d.outputs)
         if local and isinstance(d, (Pointwise, Reduction)):

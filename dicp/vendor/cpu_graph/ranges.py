@@ -52,10 +52,10 @@ def _changes(body: Iterable[Statement], var: Var, size: int) -> Iterator[int]:
     for e in dict.fromkeys(e for s in body for e in expressions(s) if e.op in ("lt", "ge")):
         left, right = map(_position, e.args)
         split = ix.coefficient(left - right, var) if left is not None and right is not None else None
-        if split is None or not all(isinstance(n, int) for n in split):
+        if split is None:
             continue
         step, start = split  # step * var + start < 0
-        if step:
+        if isinstance(step, int) and isinstance(start, int) and step:
             change = -(start // step) if step > 0 else start // -step + 1
             if 0 < change < size:
                 yield change
@@ -69,7 +69,7 @@ def _position(x: Expr) -> Index | None:
 
 def _part(kernel: Kernel, axis: Axis, start: int, end: int) -> Range:
     part = replace(axis, var=Var(axis.var.name, end - start))
-    moved = {axis.var: ix.of(part.var) + start}
+    moved: dict[ix.Atom, Index] = {axis.var: ix.of(part.var) + start}
     body = rewrite_body(kernel.body, lambda x: None, lambda i: ix.substitute(i, moved))
     axes = tuple(part if a is axis else a for a in kernel.axes)
     return Range(start, part, replace(kernel, axes=axes, body=tuple(body)))
