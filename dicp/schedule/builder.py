@@ -52,13 +52,17 @@ class DefinitionBuilder:
 
     # -- materialising -------------------------------------------------------------------------------------
 
-    def memo(self, value: Value, note: str) -> Value:
-        """The value, each element's expression made once and marked with what it comes from."""
+    def memo(self, value: Value, node: fx.Node | None = None) -> Value:
+        """The value, each element's expression made once and marked with the node that it comes from, which
+        its checks name too, whoever reads it."""
         cache: dict[Indices, Expr] = {}
+        note = note_of(node)
 
         def fn(idx: Indices) -> Expr:
             if idx not in cache:
+                reader, self.node = self.node, node or self.node
                 e = value.fn(idx)
+                self.node = reader
                 if e.note is None and e.op not in ("at", "const", "index"):
                     e.note = note
                 cache[idx] = e
@@ -73,7 +77,7 @@ class DefinitionBuilder:
         expr = value(idx)
         buffer = self.new_buffer(value.shape, value.dtype, strides or self.strides_of(value.shape, node))
         self.out.defs.append(Pointwise((buffer,), note_of(node), loop_vars(idx), expr, idx))
-        return self.memo(buffer.value(), "")
+        return self.memo(buffer.value())
 
     def _node_of(self, value: Value) -> fx.Node | None:
         """The node that is lowered now, where its result has the value's sizes."""
@@ -172,7 +176,7 @@ class DefinitionBuilder:
             return (Value(shape, dtypes[0], lambda i: ex.const(0, torch.int64)),)
         if kind in ("any", "all"):
             return (Value(shape, dtypes[0], lambda i: ex.cast(fn(i), torch.bool)),)
-        first = self.memo(Value(shape, dtypes[0], fn), note_of(self.node))
+        first = self.memo(Value(shape, dtypes[0], fn), self.node)
         if kind == "welford":
             return first, Value(shape, dtypes[1], lambda i: ex.binary("sub", fn(i), fn(i)))  # NaN stays NaN
         return (first,)
@@ -330,7 +334,8 @@ class DefinitionBuilder:
         view = self._window(value, idx, expr)
         if view is not None and (not dense or view.strides == row_major):
             return view
-        if value.rows_of is not None and order is None and expr.op != "at":
+        in_rows = order is None or order == tuple(range(len(value.shape)))
+        if value.rows_of is not None and in_rows and expr.op != "at":
             rows = self.operand(value.rows_of, dense=True)  # with the dims of what else is done to its rows
             return View(rows.buffer, value.shape, row_major, rows.offset)
         strides = row_major if order is None else dense_strides(value.shape, order)

@@ -39,7 +39,7 @@ from dicp.schedule.calls import (
     slice_read_from_data,
 )
 from dicp.schedule.defs import Buffer, Host, Lowered, Raw
-from dicp.schedule.readers import Readers
+from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
 from dicp.schedule.traced import (
     is_strided,
@@ -48,7 +48,6 @@ from dicp.schedule.traced import (
     lowerable,
     may_be_marked,
     no_elements,
-    note_of,
     piece,
 )
 from dicp.vendor.base import Claim
@@ -231,14 +230,15 @@ class Lowering(DefinitionBuilder):
     def _settle_one(self, node: fx.Node, result: fx.Node, value: Value | None, uses: int) -> Value | None:
         if value is None or uses == 0:
             return value
-        value = self.memo(value, note_of(node))
+        value = self.memo(value, node)
         if result in self.readers.shared:  # AOTAutograd makes the results anew from where they lie in it
             return self.named(value, result)
         if is_view(node):
             return value
         idx = self.index_vars(value.shape)
         expr = value(idx)
-        if expr.op in ("at", "const", "index") or (expr.op == "cast" and expr.args[0].op == "at"):
+        read = expr.args[0] if expr.op == "cast" else expr
+        if expr.op in ("const", "index") or (read.op == "at" and not is_indirect(read)):
             return value
         if self.config.numerics == "eager" or ROUNDED in result.meta:
             value = self._rounded(value)

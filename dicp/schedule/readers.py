@@ -22,6 +22,7 @@ MAX_COST = 160  # adds inlined into one expression before it is materialised
 CHEAP_COST = 6
 """An expression up to this cost is recomputed by every reader, where it is read from one value, or from no
 more bytes for each element than it has itself: a value less its mean."""
+MANY = 8  # readings of an element from which on one that is looked up by an index is kept
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 
 
@@ -57,28 +58,39 @@ class Readers:
         work = ex.cost(expr)
         if loads > MAX_LOADS or work > MAX_COST:
             return True
+        indirect = is_indirect(expr)
         if work > CHEAP_COST and self._broadcast(node, value.shape):
+            return True
+        if indirect and self._broadcast(node, value.shape, MANY):
             return True
         if count <= 1:
             return False
         if loads == 0:
             return work > CHEAP_FREE_COST
-        indirect = any(e.op == "check" for e in nodes)
         if work > CHEAP_COST or indirect:
             return True
         return loads > 1 and _bytes_read(nodes, buffers) > value.dtype.itemsize
 
-    def _broadcast(self, node: fx.Node, shape: Shape) -> bool:
-        """Whether some reader asks for the same element many times."""
+    def _broadcast(self, node: fx.Node, shape: Shape, times: int = 1) -> bool:
+        """Whether some reader asks for the same element more than once, or that many times. Of symbolic sizes
+        it is known only whether they differ."""
         own = ix.product(shape)
         for user in node.users:
             val = user.meta.get("val")
             if isinstance(val, torch.Tensor) and not reduces(user):
                 theirs = ix.product(self.sizes(val.shape))
-                bigger = theirs > own if isinstance(theirs, int) and isinstance(own, int) else theirs != own
-                if bigger or (is_view(user) and self._broadcast(user, shape)):
+                if isinstance(theirs, int) and isinstance(own, int):
+                    more = theirs > own and theirs >= times * own
+                else:
+                    more = theirs != own and times == 1
+                if more or (is_view(user) and self._broadcast(user, shape, times)):
                     return True
         return False
+
+
+def is_indirect(expr: Expr) -> bool:
+    """Whether it is read at an index that is read itself."""
+    return any(e.op == "check" for e in ex.walk(expr))
 
 
 def _bytes_read(nodes: Iterable[Expr], buffers: Mapping[str, Buffer]) -> int:

@@ -164,6 +164,17 @@ INDEXED = {
 }
 
 
+def test_index_out_of_range_names_the_line_that_looks_up() -> None:
+    """Not the line that reads what was looked up, in whose kernel that is."""
+
+    def model(t: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        rows = t[i]
+        return (rows + 1).softmax(-1).relu()
+
+    with pytest.raises(IndexError, match=r"rows = t\[i\]"):
+        torch.compile(model, backend="dicp_cpu")(torch.randn(4, 5), torch.tensor([1, 9]))
+
+
 @pytest.mark.parametrize("name", INDEXED)
 def test_every_indexing_op_checks(name: str) -> None:
     fn = INDEXED[name]

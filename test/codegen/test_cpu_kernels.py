@@ -579,6 +579,13 @@ def test_operands_that_lie_turned_are_read_in_tiles(case: str) -> None:
         assert codegen.emit(launch.kernel, "f", 16).count(".load(") == count
 
 
+def test_rows_are_kept_for_each_phase_that_computes_them_first() -> None:
+    """What is summed up before the maximum is known, and the exponentials behind it."""
+    inputs = [rand(8, 100) for _ in range(3)]
+    (launch,) = program_of(traced(lambda x, y, z: (x * y + z).softmax(1), *inputs)["inference"]).launches
+    assert codegen.emit(launch.kernel, "f", 16).count("alignas(64) float row") == 2
+
+
 REDUCTIONS: dict[str, tuple[Callable[..., Any], str, str]] = {  # of x: [100, 1003] and v: [100]; the loops, vectors along
     "rows": (lambda x, v: x.sum(1), "rows", "1003"),
     "rows in two moments": (lambda x, v: torch.var_mean(x, 1), "rows", "1003"),

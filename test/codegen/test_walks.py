@@ -30,6 +30,9 @@ v, row = ix.of(V), ix.of(ROW)
         (ix.mod(2 * v + row, 64), None),
         (ix.mod(v, 64) * ix.floordiv(v, 64), None),
         (ix.floordiv(v, 8), None),
+        (row * ix.mod(ix.floordiv(v, 32), 2) + ix.mod(v, 32), 1),
+        (ix.floordiv(ix.floordiv(v, 32) + row, 3), 0),
+        (ix.mod(ix.floordiv(v, 24), 2), None),
     ],
 )
 def test_steps(index: Index, step: Index | None) -> None:

@@ -269,6 +269,17 @@ def test_cheap_value_that_is_broadcast_is_recomputed() -> None:
     assert names(p) == ["mul"]
 
 
+def test_what_is_looked_up_for_many_is_looked_up_once() -> None:
+    """A table of position biases, say: one for all sequences."""
+
+    def f(x, t, i):
+        return x + t[i].t()
+
+    table, positions = torch.randn(9, 3), torch.randint(0, 9, (5,))
+    assert names(compiled(f, (8, 3, 5), table, positions)) == ["index", "add"]
+    assert names(compiled(f, (7, 3, 5), table, positions)) == ["add"]
+
+
 def test_long_expression_is_cut() -> None:
     """Reads beyond MAX_LOADS go through memory or registers of a kernel: no expression grows
     without limit."""

@@ -307,7 +307,7 @@ class _KernelWriter:
                 elif first[e] != self.phases[k]:
                     again[e] = first[e]
         dear = {e: p for e, p in again.items() if self._dear(e)}
-        covered = {c for e in dear for c in ex.walk(e) if c is not e and c in dear}
+        covered = {c for e, p in dear.items() for c in ex.walk(e) if c is not e and dear.get(c) == p}
         out: dict[int, list[Expr]] = {}
         for e, p in dear.items():
             if e not in covered:

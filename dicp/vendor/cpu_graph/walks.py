@@ -1,7 +1,7 @@
 """How an index walks along the lanes of a vector, where vectors begin at multiples of their length.
 
-A quotient of such an axis by a multiple of that length is the same in all lanes, the rest grows by one: what
-merged dims of lengths that fill vectors read is contiguous in each.
+A quotient of such an axis by a multiple of that length is the same in all lanes, and so is what is computed
+from it; the rest grows by one: what merged dims of lengths that fill vectors read is contiguous in each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def repeats_of(i: Index, axis: Var, lanes: int) -> int | None:
 def _atom_step(a: ix.Atom, axis: Var, lanes: int) -> int | None:
     if a == axis:
         return 1
-    if not isinstance(a, (ix.Div, ix.Mod)) or not isinstance(a.den, int) or a.den % lanes:
+    if not isinstance(a, (ix.Div, ix.Mod)) or not isinstance(a.den, int):
+        return None
+    if step_of(a.num, axis, lanes) == 0:
+        return 0
+    if a.den % lanes:
         return None
     if not _begins_vectors(a.num, axis, lanes):
         return None

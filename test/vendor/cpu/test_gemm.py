@@ -297,3 +297,14 @@ def chosen(fn: Any, *args: torch.Tensor) -> str:
         torch.compile(fn, backend="dicp_cpu")(*args)
     (call,) = (c for s in seen for c in s.program.library_calls)
     return call.claim.name
+
+
+def test_rows_of_a_softmax_keep_their_dims() -> None:
+    """The product takes leading dims as one, what is added keeps them: all in the kernel of the softmax."""
+    x, bias, v = torch.randn(6, 3, 20, 40), torch.randn(3, 20, 40), torch.randn(6, 3, 40, 8)
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        found = torch.compile(lambda x, bias, v: (x + bias).softmax(-1) @ v, backend="dicp_cpu")(x, bias, v)
+    assert len(seen[0].program.launches) == 1
+    exact = (x.double() + bias.double()).softmax(-1) @ v.double()
+    assert (found - exact).norm() <= 1e-6 * exact.norm()
