@@ -321,6 +321,9 @@ CASES: dict[str, Case] = {
     "halves_turned": Case(
         lambda x, c: x * c + torch.cat([-x[:, 32:], x[:, :32]], 1) * c.exp(), (odd(50, 64), rand(50, 64))
     ),
+    "sums_of_rows_and_columns": Case(  # read at quotients and remainders of an axis that is reduced
+        lambda x, a, b: (x + (a[:, 2:9, None] + b[:, None, 1:10]).flatten(1)).softmax(1), (rand(6, 63), rand(6, 11), rand(6, 11))
+    ),
     "stack": Case(lambda x, y: torch.stack([x, y * 2], -1), (rand(7, 15), rand(7, 15))),
     "many_pieces": Case(many_pieces, (rand(3, 2, 4), rand(3, 70, 4))),
     "many_pieces_dynamic": Case(many_pieces, (rand(5, 3, 4), rand(5, 70, 4)), dynamic=True),

@@ -156,6 +156,12 @@ MAP(from_half, half, float, )
 extern "C" void iota_int64_t(int64_t* out, int64_t n) {
   loop(n, [&](int64_t i, auto lanes) { store(out + i, iota((1LL << 40) + i), lanes); });
 }
+extern "C" void small_parts(int32_t* quotient, int32_t* remainder, int64_t by, int64_t n) {
+  loop(n, [&](int64_t i, auto lanes) {
+    store(quotient + i, small_quotient(iota32((int32_t)i), (int32_t)by), lanes);
+    store(remainder + i, small_remainder(iota32((int32_t)i), (int32_t)by), lanes);
+  });
+}
 extern "C" void iota_int32_t(int32_t* out, int64_t n) {
   loop(n, [&](int64_t i, auto lanes) { store(out + i, iota32((int32_t)i - 3), lanes); });
 }
@@ -605,6 +611,14 @@ def test_iota(lib: ctypes.CDLL) -> None:
     run(lib, "iota_int64_t", wide, 37)
     run(lib, "iota_int32_t", narrow, 37)
     assert (wide == np.arange(37) + (1 << 40)).all() and (narrow == np.arange(37) - 3).all()
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, 7, 14, 49, 96, 1009, (1 << 21) - 1, 1 << 21])
+def test_small_quotients_are_exact(lib: ctypes.CDLL, by: int) -> None:
+    n = 1 << 21
+    quotient, remainder = np.empty(n, np.int32), np.empty(n, np.int32)
+    run(lib, "small_parts", quotient, remainder, by, n)
+    assert (quotient == np.arange(n) // by).all() and (remainder == np.arange(n) % by).all()
 
 
 def test_where_takes_scalars_and_mixed_widths(lib: ctypes.CDLL) -> None:

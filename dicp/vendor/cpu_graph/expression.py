@@ -55,6 +55,7 @@ STORAGE = {
     torch.float16: "half",
 }
 WRAPPED = {torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t"}
+SMALL = 1 << 21  # numerators below it have exact quotients by a float's product (dicp_vec.h)
 WRAPPING = frozenset("add sub mul neg abs shl bnot div_trunc div_floor pow cast reciprocal".split())
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
@@ -359,11 +360,54 @@ class ExpressionWriter:
             return "one", f"{buffer} + {self.index(i, scope, mask)}"
         step = step_of(i, v, self.lanes) if not self._opaque_varies(i) else None
         if step is None or step == 0:
-            return "indexed", f"{buffer}, {self.index(i, scope, mask)}"
+            return "indexed", self._apart(buffer, i, scope, mask)
         base = self._base(i, scope, mask)
         if step == 1:
             return "", f"{buffer} + {base}"
         return "_strided", f"{buffer} + {base}, {self._base(step, scope, mask)}"
+
+    def _apart(self, buffer: str, i: Index, scope: Scope, mask: Mask | None) -> str:
+        """Where the lanes read apart: memory, and the index of each. In 32 bits what differs between lanes and
+        is small, since 64-bit lanes have no quotients and hardly products."""
+        if self._opaque_varies(i) or not isinstance(i, ix.Poly):
+            return f"{buffer}, {self.index(i, scope, mask)}"
+        near: Index = 0
+        for mono, factor in i.terms:
+            if any(self._index_varies(ix.of(a)) for a in mono):
+                near = near + factor * ix.product(ix.of(a) for a in mono)
+        if not self._is_small(near, 1 << 31):
+            return f"{buffer}, {self.index(i, scope, mask)}"
+        base = self._base(i - near, scope, mask)
+        return f"{buffer}{f' + {base}' if base != '0' else ''}, {self._small_index(near, scope, mask)}"
+
+    def _is_small(self, i: Index, limit: int) -> bool:
+        """Whether all lanes are from 0 up to a limit, and numerators in it are few enough for a float."""
+        if isinstance(i, int):
+            return 0 <= i < limit
+        low, high = ix.limit(i, upper=False), ix.limit(i, upper=True)
+        if not isinstance(low, int) or not isinstance(high, int) or low < 0 or high >= limit:
+            return False
+        parts = [a for a in ix.atoms(i) if isinstance(a, (ix.Div, ix.Mod)) and self._index_varies(ix.of(a))]
+        return all(c > 0 for _, c in i.terms) and all(
+            isinstance(a.den, int) and self._is_small(a.num, SMALL) for a in parts
+        )
+
+    def _small_index(self, i: Index, scope: Scope, mask: Mask | None) -> str:
+        if isinstance(i, int):
+            return str(i)
+        terms = []
+        for mono, factor in i.terms:
+            words = [self._small_atom(a, scope, mask) for a in mono]
+            terms.append(" * ".join(words if factor == 1 and words else [*words, str(factor)]))
+        return " + ".join(terms)
+
+    def _small_atom(self, a: ix.Atom, scope: Scope, mask: Mask | None) -> str:
+        if not self._index_varies(ix.of(a)):
+            return f"int32_t({_atom_text(a, lambda b: self._atom_name(b, scope, mask))})"
+        if isinstance(a, (ix.Div, ix.Mod)):
+            word = "small_quotient" if isinstance(a, ix.Div) else "small_remainder"
+            return f"{word}({self._small_index(a.num, scope, mask)}, {a.den})"
+        return f"iota32(int32_t({a.name}))"  # type: ignore[attr-defined]
 
     def _base(self, i: Index, scope: Scope, mask: Mask | None) -> str:
         """An index in the first lane."""

@@ -70,6 +70,13 @@ template <int... i> DICP_INLINE vi64 iota(int64_t start, isa::Seq<i...>) {
 }
 DICP_INLINE vi64 iota(int64_t start) { return iota(start, isa::seq<LANES / 2>()); }
 
+// small_quotient, small_remainder: of lanes 0 <= n < 2^21, for which a product with the reciprocal misses no integer
+DICP_INLINE vi32 small_quotient(vi32 n, int32_t by) {
+  vf32 middle = isa::convert<float, int32_t, LANES>(n) + 0.5f;  // half a step from any integer, the error is less
+  return isa::convert<int32_t, float, LANES>(middle * (1.0f / by));
+}
+DICP_INLINE vi32 small_remainder(vi32 n, int32_t by) { return n - small_quotient(n, by) * by; }
+
 // Array: the lanes in memory, for what has no vector form
 template <class V> struct Array {
   scalar<V> at[LANES];
