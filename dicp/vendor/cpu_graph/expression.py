@@ -367,8 +367,8 @@ class ExpressionWriter:
         return "_strided", f"{buffer} + {base}, {self._base(step, scope, mask)}"
 
     def _apart(self, buffer: str, i: Index, scope: Scope, mask: Mask | None) -> str:
-        """Where the lanes read apart: memory, and the index of each. In 32 bits what differs between lanes and
-        is small, since 64-bit lanes have no quotients and hardly products."""
+        """Where the lanes read apart: memory, and the index of each. In 32 bits what differs between lanes
+        and is small, since 64-bit lanes have no quotients and hardly products."""
         if self._opaque_varies(i) or not isinstance(i, ix.Poly):
             return f"{buffer}, {self.index(i, scope, mask)}"
         near: Index = 0
