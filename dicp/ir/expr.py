@@ -248,7 +248,7 @@ def _fold(op: str, x: Expr, y: Expr) -> Expr | None:
     if op == "div" and y.op == "const" and y.args[0] == 1 and x.dtype.is_floating_point:
         return x  # x / 1 -> x
     if x.dtype == torch.int64 and op in ("add", "sub", "mul"):
-        a, b = _as_index(x), _as_index(y)
+        a, b = as_index(x), as_index(y)
         if a is not None and b is not None:
             return index_value(a + b if op == "add" else a - b if op == "sub" else a * b)
     if x.op == "const" and y.op == "const" and op in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -263,7 +263,8 @@ def _fold(op: str, x: Expr, y: Expr) -> Expr | None:
     return None
 
 
-def _as_index(x: Expr) -> Index | None:
+def as_index(x: Expr) -> Index | None:
+    """The index that an int64 is, where it is one."""
     if x.op == "index":
         return x.args[0]  # type: ignore[no-any-return]
     return int(x.args[0]) if x.op == "const" and x.dtype == torch.int64 else None
@@ -451,7 +452,7 @@ def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
     if x.op == "index" and isinstance(args[0], int):
         return const(args[0], torch.int64)
     if x.op in ("lt", "ge") and all(a.op in ("index", "const") and a.dtype == torch.int64 for a in args):
-        a, b = _as_index(args[0]), _as_index(args[1])
+        a, b = as_index(args[0]), as_index(args[1])
         if a is not None and b is not None:
             return less(a, b) if x.op == "lt" else at_least(a, b)
     if x.op == "masked" and args[0].op == "const":

@@ -61,8 +61,10 @@ class DefinitionBuilder:
         def fn(idx: Indices) -> Expr:
             if idx not in cache:
                 reader, self.node = self.node, node or self.node
-                e = value.fn(idx)
-                self.node = reader
+                try:
+                    e = value.fn(idx)
+                finally:  # a rule that declines leaves the node to another way
+                    self.node = reader
                 if e.note is None and e.op not in ("at", "const", "index"):
                     e.note = note
                 cache[idx] = e

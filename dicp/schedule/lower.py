@@ -238,7 +238,7 @@ class Lowering(DefinitionBuilder):
         idx = self.index_vars(value.shape)
         expr = value(idx)
         read = expr.args[0] if expr.op == "cast" else expr
-        if expr.op in ("const", "index") or (read.op == "at" and not is_indirect(read)):
+        if expr.op in ("const", "index") or (read.op == "at" and not is_indirect(ex.walk(read))):
             return value
         if self.config.numerics == "eager" or ROUNDED in result.meta:
             value = self._rounded(value)

@@ -22,8 +22,8 @@ MAX_COST = 160  # adds inlined into one expression before it is materialised
 CHEAP_COST = 6
 """An expression up to this cost is recomputed by every reader, where it is read from one value, or from no
 more bytes for each element than it has itself: a value less its mean."""
-MANY = 8  # readings of an element from which on one that is looked up by an index is kept
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
+MANY = 8  # readings of an element from which on it is looked up once
 
 
 class Readers:
@@ -58,10 +58,10 @@ class Readers:
         work = ex.cost(expr)
         if loads > MAX_LOADS or work > MAX_COST:
             return True
-        indirect = is_indirect(expr)
-        if work > CHEAP_COST and self._broadcast(node, value.shape):
+        indirect = is_indirect(nodes)
+        if work > CHEAP_COST and self._readings(node, value.shape) > 1:
             return True
-        if indirect and self._broadcast(node, value.shape, MANY):
+        if indirect and self._readings(node, value.shape) >= MANY:
             return True
         if count <= 1:
             return False
@@ -71,26 +71,26 @@ class Readers:
             return True
         return loads > 1 and _bytes_read(nodes, buffers) > value.dtype.itemsize
 
-    def _broadcast(self, node: fx.Node, shape: Shape, times: int = 1) -> bool:
-        """Whether some reader asks for the same element more than once, or that many times. Of symbolic sizes
-        it is known only whether they differ."""
-        own = ix.product(shape)
+    def _readings(self, node: fx.Node, shape: Shape) -> float:
+        """How often an element is read by the reader that is largest. Of symbolic sizes it is known only
+        whether they differ: 2 then."""
+        own, most = ix.product(shape), 1.0
         for user in node.users:
             val = user.meta.get("val")
             if isinstance(val, torch.Tensor) and not reduces(user):
                 theirs = ix.product(self.sizes(val.shape))
                 if isinstance(theirs, int) and isinstance(own, int):
-                    more = theirs > own and theirs >= times * own
-                else:
-                    more = theirs != own and times == 1
-                if more or (is_view(user) and self._broadcast(user, shape, times)):
-                    return True
-        return False
+                    most = max(most, theirs / max(own, 1))
+                elif theirs != own:
+                    most = max(most, 2.0)
+                if is_view(user):
+                    most = max(most, self._readings(user, shape))
+        return most
 
 
-def is_indirect(expr: Expr) -> bool:
-    """Whether it is read at an index that is read itself."""
-    return any(e.op == "check" for e in ex.walk(expr))
+def is_indirect(nodes: Iterable[Expr]) -> bool:
+    """Whether some of these are read at an index that is read itself."""
+    return any(e.op == "check" for e in nodes)
 
 
 def _bytes_read(nodes: Iterable[Expr], buffers: Mapping[str, Buffer]) -> int:

@@ -6,6 +6,7 @@ known. Scans along the contiguous axis, and scatters that may collide along it, 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -138,19 +139,21 @@ class _KernelWriter:
         parts = [
             _KernelWriter(r.kernel, self.name, self.lanes, replace(self.shape, vector=r.axis)) for r in ranges
         ]
-        notes = [f"// {r.axis.var} from {r.start}" for r in ranges]
-        if few(self.shape.outer) or any(p.turned() is not None for p in parts):
-            return [x for note, p in zip(notes, parts) for x in (note, "{", *indent(p._points()), "}")]
-        rows = [x for note, p in zip(notes, parts) for x in (note, "{", *indent(p._row()), "}")]
-        return around(self.kernel, self.shape.outer, rows)
+        # tiles have outer loops of their own, and too few of them leave the vectors' loop to be shared out
+        apart = few(self.shape.outer) or any(p.turned is not None for p in parts)
+        lines: list[str] = []
+        for r, p in zip(ranges, parts, strict=True):
+            inner = p._points() if apart else p._row()
+            lines += [f"// {r.axis.var} from {r.start}", "{", *indent(inner), "}"]
+        return lines if apart else around(self.kernel, self.shape.outer, lines)
 
+    @functools.cached_property
     def turned(self) -> Turned | None:
         return find_turned(self.kernel, self.shape, self.lanes)
 
     def _points(self) -> list[str]:
-        turned = self.turned()
-        if turned is not None:
-            return self._tiled(turned)
+        if self.turned is not None:
+            return self._tiled(self.turned)
         if self.shape.vector is None or not few(self.shape.outer):
             return around(self.kernel, self.shape.outer, self._row())
         inside = self._inside(None)  # too few outer iterations: share out the vector loop too

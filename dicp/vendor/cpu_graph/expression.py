@@ -110,6 +110,17 @@ def index_text(i: Index, names: Callable[[ix.Atom], str]) -> str:
     return " + ".join(parts).replace("+ -", "- ")
 
 
+def _sum_text(i: Index, number: Callable[[int], str], atom: Callable[[ix.Atom], str]) -> str:
+    """An index as C++, its numbers and atoms spelled so."""
+    if isinstance(i, int):
+        return number(i)
+    parts = []
+    for mono, factor in i.terms:
+        words = [atom(a) for a in mono]
+        parts.append(" * ".join(words if words and factor == 1 else [*words, number(factor)]))
+    return " + ".join(parts)
+
+
 def _atom_text(a: ix.Atom, names: Callable[[ix.Atom], str]) -> str:
     if isinstance(a, (ix.Div, ix.Mod)):
         sign = "/" if isinstance(a, ix.Div) else "%"
@@ -317,15 +328,8 @@ class ExpressionWriter:
         return self._vector_index(i, scope, mask)
 
     def _vector_index(self, i: Index, scope: Scope, mask: Mask | None) -> str:
-        if isinstance(i, int):
-            return f"int64_t({i})"
-        parts = []
-        for mono, coef in i.terms:
-            factors = [self._vector_atom(a, scope, mask) for a in mono]
-            if coef != 1 or not factors:
-                factors.append(f"int64_t({coef})")
-            parts.append(" * ".join(factors))
-        return "(" + " + ".join(parts) + ")"
+        total = _sum_text(i, lambda n: f"int64_t({n})", lambda a: self._vector_atom(a, scope, mask))
+        return total if isinstance(i, int) else f"({total})"
 
     def _vector_atom(self, a: ix.Atom, scope: Scope, mask: Mask | None) -> str:
         if isinstance(a, (ix.Div, ix.Mod)):
@@ -369,13 +373,11 @@ class ExpressionWriter:
     def _apart(self, buffer: str, i: Index, scope: Scope, mask: Mask | None) -> str:
         """Where the lanes read apart: memory, and the index of each. In 32 bits what differs between lanes
         and is small, since 64-bit lanes have no quotients and hardly products."""
-        if self._opaque_varies(i) or not isinstance(i, ix.Poly):
-            return f"{buffer}, {self.index(i, scope, mask)}"
         near: Index = 0
-        for mono, factor in i.terms:
+        for mono, factor in i.terms if isinstance(i, ix.Poly) else ():
             if any(self._index_varies(ix.of(a)) for a in mono):
                 near = near + factor * ix.product(ix.of(a) for a in mono)
-        if not self._is_small(near, 1 << 31):
+        if self._opaque_varies(i) or not self._is_small(near, 1 << 31):
             return f"{buffer}, {self.index(i, scope, mask)}"
         base = self._base(i - near, scope, mask)
         return f"{buffer}{f' + {base}' if base != '0' else ''}, {self._small_index(near, scope, mask)}"
@@ -393,13 +395,7 @@ class ExpressionWriter:
         )
 
     def _small_index(self, i: Index, scope: Scope, mask: Mask | None) -> str:
-        if isinstance(i, int):
-            return str(i)
-        terms = []
-        for mono, factor in i.terms:
-            words = [self._small_atom(a, scope, mask) for a in mono]
-            terms.append(" * ".join(words if factor == 1 and words else [*words, str(factor)]))
-        return " + ".join(terms)
+        return _sum_text(i, str, lambda a: self._small_atom(a, scope, mask))
 
     def _small_atom(self, a: ix.Atom, scope: Scope, mask: Mask | None) -> str:
         if not self._index_varies(ix.of(a)):

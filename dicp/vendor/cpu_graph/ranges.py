@@ -13,11 +13,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
-from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Statement, expressions, rewrite_body
 
@@ -50,7 +47,7 @@ def split_ranges(kernel: Kernel, axis: Axis, lanes: int) -> list[Range]:
 def _changes(body: Iterable[Statement], var: Var, size: int) -> Iterator[int]:
     """Where along the axis a condition that nothing else decides begins or ceases to hold."""
     for e in dict.fromkeys(e for s in body for e in expressions(s) if e.op in ("lt", "ge")):
-        left, right = map(_position, e.args)
+        left, right = map(ex.as_index, e.args)
         split = ix.coefficient(left - right, var) if left is not None and right is not None else None
         if split is None:
             continue
@@ -59,12 +56,6 @@ def _changes(body: Iterable[Statement], var: Var, size: int) -> Iterator[int]:
             change = -(start // step) if step > 0 else start // -step + 1
             if 0 < change < size:
                 yield change
-
-
-def _position(x: Expr) -> Index | None:
-    if x.op == "index" or (x.op == "const" and x.dtype == torch.int64):
-        return x.args[0]  # type: ignore[no-any-return]
-    return None
 
 
 def _part(kernel: Kernel, axis: Axis, start: int, end: int) -> Range:
