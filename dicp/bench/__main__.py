@@ -4,6 +4,7 @@
     python -m dicp.bench --kinds steady,compile   and cold and warm compile, a fresh process each
     python -m dicp.bench --all                    and peak memory, and overhead per call
     python -m dicp.bench --models bert,llama-decode --phases inference --dtypes fp32
+    python -m dicp.bench --models timm:densenet121,timm:swin_tiny_patch4_window7_224 --batch 2
     python -m dicp.bench --device cuda --batch 16 --dtypes bf16
     python -m dicp.bench --from results.json --markdown page.md    earlier figures in another form
 
@@ -24,7 +25,13 @@ import torch
 
 from dicp.bench import contestants, report, run
 from dicp.bench.models import obstacle
-from dicp.bench.workloads import DTYPES, PHASES, STANDARD, WORKLOADS, Setting
+from dicp.bench.workloads import DTYPES, PHASES, STANDARD, WORKLOADS, Setting, known, workload
+
+# What may be named beside those that are listed, and whether a name is one of those.
+OTHERS = {
+    "models": (known, ", or timm:NAME, any image model of timm"),
+    "contestants": (contestants.known, ", or any backend of torch.compile"),
+}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     }
     for name, (all_of_them, standard) in offered.items():
         default = "all" if all_of_them == standard else ",".join(standard)
-        more = ", or any backend of torch.compile" if name == "contestants" else ""
+        more = OTHERS.get(name, (None, ""))[1]
         if name == "contestants":
             default += f"; on a GPU {','.join(contestants.ON_GPU)}"
         parser.add_argument(
@@ -72,7 +79,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.contestants = args.contestants or list(contestants.ON_GPU if on_gpu else contestants.STANDARD)
     for name, (all_of_them, _) in offered.items():
         for given in getattr(args, name):
-            if given not in all_of_them and not (name == "contestants" and contestants.known(given)):
+            if given not in all_of_them and not (name in OTHERS and OTHERS[name][0](given)):
                 parser.error(f"--{name}: no {given!r}; there are: {', '.join(all_of_them)}")
     if args.rounds < 7 and args.size == "full":
         parser.error("--rounds: a figure is the median of at least 7")
@@ -88,7 +95,7 @@ def measure(args: argparse.Namespace) -> report.Results:
     for name in args.models:
         for phase in args.phases:
             for dtype in args.dtypes:
-                if phase not in WORKLOADS[name].phases:
+                if phase not in workload(name).phases:
                     continue
                 setting = Setting(phase, dtype, args.size, args.channels_last, args.device, args.batch)
                 job = run.Job("steady", name, setting, tuple(args.contestants), args.rounds)
@@ -122,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.earlier:
         results = json.loads(args.earlier.read_text())
     else:
-        problem = obstacle({WORKLOADS[name].case.name for name in args.models})
+        problem = obstacle({workload(name).case.name for name in args.models})
         if problem:
             print(f"error: {problem}", file=sys.stderr)
             return 2

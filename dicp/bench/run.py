@@ -18,7 +18,7 @@ import torch
 
 from dicp import vendor as vendors
 from dicp.bench import contestants, measure
-from dicp.bench.workloads import DTYPES, WORKLOADS, Call, Setting, cost
+from dicp.bench.workloads import DTYPES, Call, Setting, cost, workload
 from dicp.compiler import Compiled, observe
 from dicp.config import Config, env_names
 from dicp.vendor.base import Load
@@ -75,13 +75,13 @@ def _steady(job: Job) -> Figures:
     """Milliseconds of a call, and how far its result is from the first contestant's; on a device other than
     the CPU, what a call takes there without what its host does; with dicp among them, also what
     the machine can do at the most."""
-    workload = WORKLOADS[job.workload]
-    found: Figures = {"cost": asdict(cost(workload, job.setting))}
+    measured = workload(job.workload)
+    found: Figures = {"cost": asdict(cost(measured, job.setting))}
     calls: dict[str, Call] = {}
     first: torch.Tensor | None = None
     for name in job.contestants:
         try:
-            call = workload.call(name, job.setting)
+            call = measured.call(name, job.setting)
             result = call().clone()
             for _ in range(WARM_UP - 1):
                 call()
@@ -136,7 +136,7 @@ def _loads(job: Job) -> dict[str, Load]:
 def _compile(job: Job) -> Figures:
     """Seconds of the first call less a steady one."""
     (name,) = job.contestants
-    made = WORKLOADS[job.workload].call(name, job.setting)
+    made = workload(job.workload).call(name, job.setting)
 
     def call() -> None:
         made()
@@ -153,7 +153,7 @@ def _own(job: Job) -> Figures:
     other compile times: watching a compile keeps its result out of torch's caches."""
     (name,) = job.contestants
     seen: list[Compiled] = []
-    call = WORKLOADS[job.workload].call(name, job.setting)
+    call = workload(job.workload).call(name, job.setting)
     with observe(seen.append):
         call()
     return {name: {"own_s": sum(sum(c.seconds.values()) for c in seen)}}
@@ -162,7 +162,7 @@ def _own(job: Job) -> Figures:
 def _memory(job: Job) -> Figures:
     """Megabytes by which a warm call's resident memory peaks above what was there before."""
     (name,) = job.contestants
-    call = WORKLOADS[job.workload].call(name, job.setting)
+    call = workload(job.workload).call(name, job.setting)
     for _ in range(WARM_UP):
         call()
     growth = measure.peak_growth_on_gpu if job.setting.device == "cuda" else measure.peak_growth
@@ -255,11 +255,11 @@ def measure_memory(job: Job, repeat: int) -> Figures:
 
 def measure_row(kinds: Sequence[str], job: Job, repeat: int) -> Figures:
     """All wanted figures of a workload in a setting, for the contestants that take part."""
-    workload = WORKLOADS[job.workload]
+    measured = workload(job.workload)
     names = tuple(name for name in job.contestants if _takes_part(name, job.setting))
     job = Job("steady", job.workload, job.setting, names, job.rounds)
-    row: Figures = {"workload": job.workload, **asdict(job.setting), "unit": workload.unit}
-    row["work"] = workload.amount(job.setting)
+    row: Figures = {"workload": job.workload, **asdict(job.setting), "unit": measured.unit}
+    row["work"] = measured.amount(job.setting)
     row["contestants"] = {name: {} for name in names}
     parts: list[Figures] = []
     if "steady" in kinds:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dicp.bench import arms
-from dicp.bench.models import CASES, LARGE, Case
+from dicp.bench.models import CASES, LARGE, Case, zoo
 from dicp.bench.models.case import Inputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -107,6 +107,19 @@ def _workloads() -> dict[str, Workload]:
 
 WORKLOADS = _workloads()
 STANDARD = tuple(w.name for w in WORKLOADS.values() if w.case.name in CASES)
+
+
+def known(name: str) -> bool:
+    """Whether it names a workload, as far as can be said without building it."""
+    return name in WORKLOADS or name.startswith(zoo.PREFIX)
+
+
+def workload(name: str) -> Workload:
+    """One of WORKLOADS, or a model of timm (`timm:...`). KeyError for other names."""
+    if not name.startswith(zoo.PREFIX):
+        return WORKLOADS[name]
+    case = zoo.case(name)
+    return Workload(name, case, PHASES, _once, case.unit, case.work)
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,30 @@
-"""Every architecture that transformers knows, small and with random weights, under a backend: what a forward
-and a backward compiled from it give is held to eager's by the rule of checks.py.
+"""Every architecture that a library knows, small and with random weights, under a backend: what a forward
+and a backward compiled from it give is held to eager's by the rule of checks.py. Of transformers all of them,
+shrunk; of timm one for each of its files, the smallest, at its own size, with gradients of training mode.
 
 One process each, so that one that crashes or hangs is one line of the report. An architecture whose default
 configuration cannot be made small, or whose call needs inputs that are not guessed here, is left out and says
 why. Where results are random or there is no float64 run to compare with, only dtypes and ranks are compared.
 
-    bash test/model/run_test_architectures.sh [REGEX] [backend] [--dynamic] [--jobs N] [--results FILE]
+    bash test/model/run_test_architectures.sh [REGEX] [backend] [--of timm] [--dynamic] [--jobs N]
+        [--results FILE]
 
---results: lines of JSON; what is there already is not run again.
+--results: lines of JSON; what is there already is not run again. timm has to be installed aside.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
+import copy
+import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,105 +34,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from model import checks
+from model.arms import without_onednn
+from model.libraries import LIBRARIES
 
 SECONDS = 900  # for one architecture
-MOST = 100_000_000  # parameters: of what stays larger, a run says nothing that a smaller one does not
-VOCABULARY, TOKENS, PIXELS = 199, 24, 64
-
-# At most so much of what configurations call by these names.
-LIMITS: dict[str, int] = {
-    **dict.fromkeys("hidden_size d_model n_embd dim embed_dim hidden_dim".split(), 64),
-    **dict.fromkeys("num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers".split(), 2),
-    **dict.fromkeys("num_decoder_layers num_encoder_layers top_k num_experts_per_tok moe_topk".split(), 2),
-    **dict.fromkeys("num_attention_heads n_head n_heads num_heads".split(), 4),
-    **dict.fromkeys("encoder_attention_heads decoder_attention_heads".split(), 4),
-    **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4),
-    **dict.fromkeys("intermediate_size d_ff n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim".split(), 96),
-    **dict.fromkeys("d_kv head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim".split(), 16),
-    **dict.fromkeys("mamba_d_head mamba_head_dim mamba_d_state".split(), 16),
-    **dict.fromkeys("mamba_n_heads mamba_num_heads rotary_dim".split(), 8),
-    **dict.fromkeys("max_position_embeddings n_positions n_ctx".split(), 128),
-    **dict.fromkeys("q_lora_rank kv_lora_rank projection_dim".split(), 32),
-    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size".split(), 48),
-    **dict.fromkeys("max_source_positions max_target_positions codebook_size".split(), 64),
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "image_size": PIXELS,
-}  # fmt: skip
-
-
-class LeftOut(Exception):
-    """Why an architecture is not compared."""
-
-
-def shrink(config: Any) -> Any:
-    """The configuration, and those in it, within LIMITS."""
-    from transformers import PreTrainedConfig
-
-    given = dict(vars(config))
-    ungrouped = given.get("num_key_value_heads") == given.get("num_attention_heads")
-    for name, value in given.items():
-        new = value
-        if isinstance(value, PreTrainedConfig):
-            shrink(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            limit = "num_attention_heads" if name == "num_key_value_heads" and ungrouped else name
-            new = min(value, LIMITS.get(limit, value))
-            if name.endswith("token_id") and value >= VOCABULARY:
-                new = 0 if name.startswith("pad") else 3
-        elif name == "layer_types" and isinstance(value, (list, tuple)):
-            new = list(value)[:2]
-        if new is not value:
-            setattr(config, name, new)
-    return config
-
-
-def build(name: str) -> nn.Module:
-    """The architecture with random weights, in eval mode; gains and biases are no constants."""
-    from transformers import AutoModel
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    torch.manual_seed(0)
-    model = AutoModel.from_config(shrink(CONFIG_MAPPING[name]())).float().eval()
-    if sum(p.numel() for p in model.parameters()) > MOST:
-        raise LeftOut("large even so")
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
-                p.add_(torch.randn_like(p) * 0.02)
-    return model  # type: ignore[no-any-return]
-
-
-def inputs_of(model: Any, batch: int = 2) -> dict[str, Any]:
-    """Arguments by what the forward takes; one sequence has padding."""
-    takes, main, g = inspect.signature(model.forward).parameters, model.main_input_name, torch.Generator()
-    g.manual_seed(0)
-    text = getattr(model.config, "get_text_config", lambda: model.config)()
-    words = max(6, (getattr(text, "vocab_size", None) or VOCABULARY) - 1)
-    found: dict[str, Any] = {}
-    if "input_ids" in takes:
-        found["input_ids"] = torch.randint(5, words, (batch, TOKENS), generator=g)
-        if "attention_mask" in takes:
-            found["attention_mask"] = torch.ones(batch, TOKENS, dtype=torch.long)
-            found["attention_mask"][0, -5:] = 0
-    if "decoder_input_ids" in takes:
-        found["decoder_input_ids"] = torch.randint(5, words, (batch, TOKENS // 2), generator=g)
-    if "pixel_values" in takes and (main == "pixel_values" or "pixel_values" in _required(takes)):
-        vision = getattr(model.config, "vision_config", model.config)
-        side = getattr(vision, "image_size", None) or PIXELS
-        sides = side if isinstance(side, (list, tuple)) else (side, side)
-        channels = getattr(vision, "num_channels", None) or 3
-        found["pixel_values"] = torch.randn(batch, channels, *sides, generator=g)
-    if main == "input_values":
-        found["input_values"] = torch.randn(batch, 4000, generator=g)
-    if main == "input_features":
-        bands = getattr(model.config, "num_mel_bins", None) or 80
-        found["input_features"] = torch.randn(batch, bands, 128, generator=g)
-    if "use_cache" in takes:
-        found["use_cache"] = False
-    return found
-
-
-def _required(takes: Any) -> set[str]:
-    return {n for n, p in takes.items() if p.default is inspect.Parameter.empty}
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -142,7 +49,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(one, f"{path}.{key}")
 
 
-def results(call: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Tensor]:
+def results(call: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Of an inference call."""
     with torch.no_grad():
         return dict(leaves(call(**inputs)))
@@ -156,32 +63,54 @@ def gradients(call: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def examine(name: str, backend: str, dynamic: bool = False) -> dict[str, Any]:
+def training_gradients(
+    call: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]
+) -> dict[str, Tensor]:
+    """`gradients` in training mode; the model, and its running statistics, are as before."""
+    kept = {name: t.clone() for name, t in model.state_dict().items()}
+    model.train()
+    try:
+        return gradients(call, model, inputs)
+    finally:
+        model.eval().load_state_dict(kept)
+
+
+Run = Callable[[Callable[..., Any], nn.Module, dict[str, Any]], dict[str, Tensor]]
+
+
+def examine(name: str, backend: str, dynamic: bool = False, of: str = "transformers") -> dict[str, Any]:
     """One line of the report."""
     found: dict[str, Any] = {"name": name, "status": "ok", "problems": []}
-    start = time.perf_counter()
+    start, library = time.perf_counter(), LIBRARIES[of]
+    runs: dict[str, Run] = {
+        "result": results,
+        "gradient": training_gradients if library.trains else gradients,
+    }
     try:
-        model = build(name)
-        inputs = inputs_of(model)
-        eager = {"result": results(model, inputs), "gradient": gradients(model, model, inputs)}
+        model = library.build(name)
+        inputs = library.inputs(model)
+        eager = {what: run(model, model, inputs) for what, run in runs.items()}
     except Exception as error:  # whatever a model refuses its guessed inputs with
         return found | {"status": "left out", "problems": [f"{type(error).__name__}: {error}"[:300]]}
-    true, why = exactly(model, inputs, eager["result"])
+    true, why = exactly(model, inputs, runs, eager)
     if why:
         found["status"] = f"ok, values not compared ({why})"
     compiled = torch.compile(model, backend=backend, dynamic=dynamic or None)
-    for what in eager:
+    for what, run in runs.items():
         try:
-            got = results(compiled, inputs) if what == "result" else gradients(compiled, model, inputs)
+            got = run(compiled, model, inputs)
         except Exception as error:  # any failure is a finding
             found["problems"].append(f"{what}: {type(error).__name__}: {error}"[:1500])
             continue
-        if true is None:
+        if what not in true:
             found["problems"] += unlike(what, got, eager[what])
-        else:  # small models are full of routers and ReLUs: their gradients have kinks
-            kinks = what == "gradient"
-            verdicts = checks.judge_group(what, got, [eager[what]], true[what], kinks=kinks)
-            found["problems"] += [str(v) for v in verdicts if not v.ok]
+            continue
+        kinks = what == "gradient"  # small models are full of routers and ReLUs
+        problems = _unlike_exact(what, got, [eager[what]], true[what], kinks)
+        if kinks and problems:  # the rule in full takes two more runs of eager
+            ways = [eager[what], *other_ways(run, model, inputs)]
+            problems = _unlike_exact(what, got, ways, true[what], kinks)
+        found["problems"] += problems
     if found["problems"]:
         found["status"] = "FAIL"
     found["externs"] = {k[7:]: v for k, v in counters["dicp"].items() if k.startswith("extern:")}
@@ -190,12 +119,10 @@ def examine(name: str, backend: str, dynamic: bool = False) -> dict[str, Any]:
 
 
 def exactly(
-    model: nn.Module, inputs: dict[str, Any], eager: dict[str, Tensor]
-) -> tuple[dict[str, dict[str, Tensor]] | None, str]:
-    """The results and gradients in float64; None, and why, where there are none to compare with."""
-    again = results(model, inputs)
-    if not all(torch.equal(t.nan_to_num(), again[k].nan_to_num()) for k, t in eager.items()):
-        return None, "random"
+    model: nn.Module, inputs: dict[str, Any], runs: dict[str, Run], eager: dict[str, dict[str, Tensor]]
+) -> tuple[dict[str, dict[str, Tensor]], str]:
+    """What the runs give in float64; and why some of them have nothing there to be compared with."""
+    random = [what for what, run in runs.items() if not _same(eager[what], run(model, model, inputs))]
     tensors = checks.to_double({k: v for k, v in inputs.items() if isinstance(v, Tensor)})
     wide = {**inputs, **tensors}
     try:
@@ -203,13 +130,33 @@ def exactly(
             exact = checks.exact_copy(model)
             if hasattr(exact, "set_experts_implementation"):
                 exact.set_experts_implementation("eager")  # the default's grouped product has no float64
-            true = {"result": results(exact, wide), "gradient": gradients(exact, exact, wide)}
+            true = {what: run(exact, exact, wide) for what, run in runs.items() if what not in random}
     except Exception as error:  # some operators have no float64
-        return None, f"no float64: {error}"[:100]
+        return {}, f"no float64: {error}"[:100]
     # a mask that is the least float32 leaves rows without a key in float64
-    if any(true["result"][k].isnan().any() and not t.isnan().any() for k, t in eager.items()):
-        return None, "NaN in float64 alone"
-    return true, ""
+    result = true.get("result", {})
+    if any(t.isnan().any() and not eager["result"][k].isnan().any() for k, t in result.items()):
+        return {}, "NaN in float64 alone"
+    return true, f"random {' and '.join(random)}" if random else ""
+
+
+def _unlike_exact(
+    what: str, got: checks.Group, ways: Sequence[checks.Group], true: checks.Group, kinks: bool
+) -> list[str]:
+    return [str(v) for v in checks.judge_group(what, got, ways, true, kinks=kinks) if not v.ok]
+
+
+def other_ways(run: Run, model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """What eager gives with other layouts and with convolutions of its own (see checks.py)."""
+    wide, last = copy.deepcopy(model).to(memory_format=torch.channels_last), torch.channels_last
+    images = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim() == 4}
+    yield run(wide, wide, inputs | {k: v.contiguous(memory_format=last) for k, v in images.items()})
+    with without_onednn():
+        yield run(model, model, inputs)
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(t.nan_to_num(), other[k].nan_to_num()) for k, t in one.items())
 
 
 def unlike(what: str, got: dict[str, Tensor], eager: dict[str, Tensor]) -> list[str]:
@@ -223,9 +170,9 @@ def unlike(what: str, got: dict[str, Tensor], eager: dict[str, Tensor]) -> list[
     return [f"{what} {k}: {ours.get(k)}, eager's {theirs.get(k)}" for k in keys[:5]]
 
 
-def in_process(name: str, backend: str, dynamic: bool) -> dict[str, Any]:
+def in_process(name: str, backend: str, dynamic: bool, of: str) -> dict[str, Any]:
     """`examine` in a process of its own."""
-    command = [sys.executable, "-m", "model.architectures", "--one", name, backend]
+    command = [sys.executable, "-m", "model.architectures", "--one", name, backend, "--of", of]
     try:
         done = subprocess.run(
             command + ["--dynamic"] * dynamic, capture_output=True, text=True, timeout=SECONDS
@@ -253,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="?", default=".", help="a regular expression")
     parser.add_argument("backend", nargs="?", default="dicp_cpu")
+    parser.add_argument("--of", choices=LIBRARIES, default="transformers", help="the library")
     parser.add_argument("--dynamic", action="store_true", help="sizes are symbolic")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--results", type=Path)
@@ -261,16 +209,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.one:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        print(json.dumps(examine(args.names, args.backend, args.dynamic)), flush=True)
+        print(json.dumps(examine(args.names, args.backend, args.dynamic, args.of)), flush=True)
         os._exit(0)  # a model's own threads are not waited for
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
+    if importlib.util.find_spec(args.of) is None:
+        parser.error(f"--of {args.of}: it is not installed")
     known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
     done = {found["name"]: found for found in map(json.loads, known)}
-    names = [n for n in MODEL_MAPPING_NAMES if re.search(args.names, n)]
+    names = LIBRARIES[args.of].matching(args.names)
     with ThreadPoolExecutor(args.jobs) as pool:
         todo = [n for n in names if n not in done]
-        for found in pool.map(lambda n: in_process(n, args.backend, args.dynamic), todo):
+        for found in pool.map(lambda n: in_process(n, args.backend, args.dynamic, args.of), todo):
             done[found["name"]] = found
             print(line(found), flush=True)
             if args.results:

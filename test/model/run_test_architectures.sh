@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every architecture of transformers, small, under a backend, held to eager's results:
-#   bash test/model/run_test_architectures.sh [REGEX] [backend] [--dynamic] [--jobs N] [--results FILE]
+# Every architecture of transformers (or of timm, where it is installed), small, under a backend, held to eager's results:
+#   bash test/model/run_test_architectures.sh [REGEX] [backend] [--of timm] [--dynamic] [--jobs N] [--results FILE]
 # All of them take hours on two CPUs; with --results FILE the same command goes on where it stopped.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

@@ -4,17 +4,18 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dicp.bench import arms
-from dicp.bench.models import CASES, obstacle
+from dicp.bench import arms, workloads
+from dicp.bench.models import CASES, obstacle, zoo
 from dicp.bench.models.resnet import resnet50
 from dicp.bench.models.text import PROMPT
-from model import architectures, checks, run
+from model import architectures, checks, libraries, run
 from model import arms as runs
 
 # A case costs up to half a minute of one core, so by default each kind of model is there once.
@@ -95,6 +96,61 @@ def test_an_architecture_is_held_to_eager(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["status"] == "FAIL" and any("last_hidden_state" in p for p in found["problems"])
     left_out = architectures.examine("autoformer", "eager")
     assert left_out["status"] == "left out" and "prediction_length" in left_out["problems"][0]
+
+
+class Normed(torch.nn.Module):
+    """Its gradients in training mode are those of the batch's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)).relu()
+
+
+def test_an_architecture_that_trains_is_held_to_eager_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Normed] = []
+
+    def build(name: str) -> torch.nn.Module:
+        torch.manual_seed(0)
+        made.append(Normed().eval())
+        return made[-1]
+
+    def inputs(model: Any) -> dict[str, Any]:
+        return {"x": torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))}
+
+    def wrong(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        """Right for inference alone."""
+        return lambda *args: tuple(t * (2 if t.requires_grad else 1) for t in gm(*args))
+
+    library = libraries.Library(lambda: ["normed"], build, inputs, trains=True)
+    monkeypatch.setitem(architectures.LIBRARIES, "mine", library)
+    assert architectures.examine("normed", "dicp_cpu", of="mine")["status"] == "ok"
+    assert made[0].norm.num_batches_tracked == 0 and not made[0].training
+    torch._dynamo.reset()
+    found = architectures.examine("normed", wrong, of="mine")  # type: ignore[arg-type]
+    assert found["status"] == "FAIL" and all(p.startswith("gradient") for p in found["problems"])
+
+
+def test_a_driver_takes_models_of_timm_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for timm, which the tests do not need."""
+    monkeypatch.setattr(zoo.importlib.util, "find_spec", lambda name: None)
+    assert "timm is not installed" in (obstacle(["timm:normed"]) or "")
+    monkeypatch.undo()
+    timm, models = ModuleType("timm"), ModuleType("timm.models")
+    timm.__dict__.update(
+        __version__="1", __spec__=object(), models=models, is_model=lambda name: name == "normed",
+        list_models=lambda pattern: ["normed"], create_model=lambda name, pretrained: Normed(),
+    )  # fmt: skip
+    models.__dict__.update(get_pretrained_cfg=lambda name: SimpleNamespace(input_size=(3, 9, 9)))
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.setitem(sys.modules, "timm.models", models)
+    assert "no such model; it has normed" in (obstacle(["timm:norm"]) or "")
+    assert obstacle(["timm:normed", "resnet50"]) is None
+    setting = workloads.Setting("inference", "fp32", batch=3)
+    work = workloads.workload("timm:normed")
+    assert work.amount(setting) == 6 and work.call("eager", setting)().shape == (6, 8, 7, 7)
 
 
 def test_driver_loads_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dicp.bench.models import images, text
+from dicp.bench.models import images, text, zoo
 from dicp.bench.models.case import (
     Case,
     Inputs,
@@ -86,7 +86,12 @@ LARGE: dict[str, Case] = {
 def obstacle(names: Iterable[str]) -> str | None:
     """Why these models cannot be built here, and what to do; None when they can. For the driver to say before
     any is built."""
-    wanted = sorted(name for name in set(names) if (CASES | LARGE)[name].needs_transformers)
+    names = set(names)
+    for problem in map(zoo.problem, sorted(n for n in names if n.startswith(zoo.PREFIX))):
+        if problem:
+            return problem
+    known = [(CASES | LARGE)[n] for n in names if not n.startswith(zoo.PREFIX)]
+    wanted = sorted(case.name for case in known if case.needs_transformers)
     if wanted and importlib.util.find_spec("transformers") is None:
         return (
             f"{', '.join(wanted)}: transformers is not installed; run `bash scripts/setup_env.sh` and use "
