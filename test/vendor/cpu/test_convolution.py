@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dicp.compiler import Compiled, observe
-from dicp.vendor.cpu_graph.claims.common import onednn_has
+from dicp.vendor.cpu_graph.claims.common import channels_last, onednn_has
 
 
 @pytest.mark.parametrize("freeze", [False, True])
@@ -131,3 +131,35 @@ def test_patches_that_cannot_be_a_product_are_packed(why: str) -> None:
     (graph,) = graphs
     assert [c.claim.name.split(":")[0] for c in graph.program.library_calls] == ["conv"]
     assert graph.folding is not None and any(f for f in graph.folding.forms if f and "conv" in f)
+
+
+@pytest.mark.parametrize(
+    "channels, of_image, numerics", [(3, False, "fast"), (15, True, "fast"), (15, True, "eager"), (16, True, "fast")]
+)
+def test_a_strided_point_of_few_channels_is_no_gradient_of_onednn(
+    channels: int, of_image: bool, numerics: str
+) -> None:
+    """Which would write past its memory or never end (uxlfoundation/oneDNN#6035), as eager does with this
+    layout. Looked at before it runs."""
+    torch._dynamo.reset()
+    torch.manual_seed(4)
+    conv = torch.nn.Conv2d(channels, 24, 1, 2).to(memory_format=torch.channels_last)
+    x = torch.randn(2, channels, 64, 62).contiguous(memory_format=torch.channels_last)
+    x.requires_grad_(of_image)
+    given = [conv.weight, conv.bias, *[x] * of_image]
+    seen = []
+
+    def look(graph: Compiled) -> None:
+        calls = [c for c in graph.program.library_calls if c.claim.name.startswith("convolution_backward")]
+        of_weight = [c for c in calls if c.args[10][1]]
+        seen.extend(channels_last(c.args[1]) and list(c.args[4]) != [1, 1] for c in of_weight)
+        assert not any(seen) or channels == 16
+
+    with observe(look):
+        run = torch.compile(conv, backend="dicp_cpu", options={"numerics": numerics})
+        got = torch.autograd.grad(run(x).square().mean(), given)
+    assert seen == [channels == 16]
+    loss = conv.double()(x.double()).square().mean()
+    exact = torch.autograd.grad(loss, given)
+    for mine, true in zip(got, exact, strict=True):
+        torch.testing.assert_close(mine.double(), true.double(), rtol=1e-4, atol=1e-6)

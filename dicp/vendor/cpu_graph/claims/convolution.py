@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.ir.value import Value
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim, dense
@@ -226,8 +227,36 @@ def _with_depthwise(own: Claim, library: list[Claim], node: fx.Node, config: Any
     return _with_own(own, depthwise.is_ahead(node), library, node, config)
 
 
+VECTOR = 16
+"""Of 32 bits, as wide as they are anywhere."""
+
+
+def overruns(node: fx.Node) -> bool:
+    """Whether oneDNN may write past the end of its memory for the weight's gradient: that of a strided 1x1
+    window over a channels-last image of fewer channels than a vector has (uxlfoundation/oneDNN#6035; seen
+    with 2 to 7 channels and AVX2)."""
+    _, x, weight, _, stride, padding, _, transposed, _, groups, mask = node.args[:11]
+    x, weight = x.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
+    few = not isinstance(x.shape[1], int) or x.shape[1] < VECTOR
+    pointwise = x.dim() == 4 and tuple(weight.shape[2:]) == (1, 1) and not any(padding)  # type: ignore[arg-type]
+    strided = any(n != 1 for n in stride)  # type: ignore[union-attr]
+    return bool(few and pointwise and strided and mask[1] and groups == 1 and not transposed)  # type: ignore[index]
+
+
+def _met(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+    """What the weight's gradient of a strided 1x1 window is computed from, without the stride: of the image
+    the positions that the window meets."""
+    grad, x, weight, bias, stride, *rest = args
+    steps = (1, 1, stride[0], stride[-1])
+    shape = (*x.shape[:2], *grad.shape[2:])
+    met = Value(shape, x.dtype, lambda idx: x(tuple(i * n for i, n in zip(idx, steps))))
+    return _prepare_conv(lowering, node, (grad, met, weight, bias, [1, 1], *rest))
+
+
 def splits_gradients(node: fx.Node) -> bool:
     """Whether the gradients of a convolution are better calls of their own."""
+    if overruns(node):
+        return True
     if order_in_memory(node.args[0]) != CHANNELS_LAST:
         return False
     return winograd.is_ahead(node) or depthwise.is_ahead(node)
@@ -258,8 +287,10 @@ def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
         w.call(c, SHIM + "convolution_backward", [*handles, *bias, *tail])
 
     claim = Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
-    found = _in_both_layouts(claim, node, config, (0, 1, 2))
     asked = [bool(m) for m in node.args[10]]  # type: ignore[union-attr]
+    if overruns(node):
+        return [dataclasses.replace(claim, prepare=dense(0, 1, 2) if asked[0] else _met)]
+    found = _in_both_layouts(claim, node, config, (0, 1, 2))
     if asked.count(True) == 1 and not asked[2] and depthwise.depthwise_of(node) is not None:
         own = depthwise.input_gradient() if asked[0] else depthwise.window_gradient()
         return _with_depthwise(own, found, node, config)
