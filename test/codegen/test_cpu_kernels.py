@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lowered import Memory, program_of, threads, traced
+from walls import walled
 
 from dicp.config import Config
 from dicp.errors import BuildError, OptionError
@@ -538,6 +539,10 @@ def check_launch(
         assert torch.equal(mine[p.name][-GUARD:], before[p.name][-GUARD:]), (
             f"{launch.kernel.name} wrote behind {p.name}"
         )
+    bare = {id(t): t[:-GUARD] for t in before.values()}
+    for at_end in (False, True):
+        with walled({name: bare[id(t)] for name, t in before.items()}, at_end) as memory:
+            assert call(launch, isa, memory, sizes) == 0
     for out, sources in launch.in_place.items():
         for source in sources:
             a, b = before[out], before[source]

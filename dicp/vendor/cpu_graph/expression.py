@@ -311,7 +311,11 @@ class ExpressionWriter:
         lanes = scope.lanes if self.is_vector(x) and scope.lanes is not None else "One{}"
         if mask is None:
             return lanes
-        return f"{lanes}, hany({mask.name})" if mask.vector and lanes == "One{}" else f"{lanes}, {mask.name}"
+        return f"{lanes}, {self._any(mask, scope) if lanes == 'One{}' else mask.name}"
+
+    def _any(self, mask: Mask, scope: Scope) -> str:
+        """Whether a condition holds in any lane that is covered, for what is done once for all of them."""
+        return f"hany({mask.name}, {scope.lanes})" if mask.vector else mask.name
 
     # -- indices -------------------------------------------------------------------------------------------
 
@@ -416,7 +420,7 @@ class ExpressionWriter:
             text = f"load({where}, One{{}})"
             if mask is None:
                 return text
-            return f"({f'hany({mask.name})' if mask.vector else mask.name} ? {text} : {literal(0, x.dtype)})"
+            return f"({self._any(mask, scope)} ? {text} : {literal(0, x.dtype)})"
         rest = f"{scope.lanes}{_guard(mask)}"
         if how != "indexed":
             return f"load{how}({where}, {rest})"

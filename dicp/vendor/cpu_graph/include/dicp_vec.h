@@ -278,6 +278,8 @@ DICP_INLINE bool hany(bool v) { return v; }
 DICP_INLINE bool hall(bool v) { return v; }
 DICP_INLINE bool hany(vbool v) { return fold(v.m, [](auto a, auto b) { return a | b; }) != 0; }
 DICP_INLINE bool hall(vbool v) { return fold(v.m, [](auto a, auto b) { return a & b; }) != 0; }
+DICP_INLINE bool hany(vbool v, Full) { return hany(v); }
+DICP_INLINE bool hany(vbool v, Lanes lanes) { return hany(land(v, active(lanes))); }
 
 // better_max, better_min: where v must replace the best so far. NaN beats numbers, an equal value does not.
 template <class A, class B> DICP_INLINE auto better_max(A v, B best) {
