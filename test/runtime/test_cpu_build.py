@@ -213,6 +213,14 @@ def test_another_compiler_misses(config: Config, tmp_path: Path) -> None:
     assert library.keys[0] != base and library.stats.compiled == 1
 
 
+def test_another_argument_of_the_compiler_misses(config: Config) -> None:
+    """As `DICP_CXX="g++ -fsanitize=address"` gives it, in this process and where the identity is remembered."""
+    keys = set()
+    for cxx in (GXX, f"{GXX} -DWITH_ITS_OWN", f"{GXX} -DWITH_ANOTHER", f"{GXX} -DWITH_ITS_OWN"):
+        keys.add(build([unit("a", 1)], Config.make(None, {"cache_dir": config.cache_dir, "cxx": cxx})).keys[0])
+    assert len(keys) == 3
+
+
 def test_compiler_identity_is_asked_once(config: Config, tmp_path: Path) -> None:
     log = tmp_path / "asked"
     script = tmp_path / "g++-log"

@@ -65,7 +65,7 @@ class Toolchain:
     """A C++ compiler: how to call it, and what tells it from another one."""
 
     command: tuple[str, ...]
-    identity: str  # version line | target machine: equal on two machines with the same compiler
+    identity: str  # version line | target machine | its own arguments: equal where the compiler is the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +94,16 @@ def find(config: Config, memory: Path | None = None) -> tuple[Toolchain | None, 
         if path is None:
             continue
         stamp = _stamp(path, command)
-        if identity := _recall(memory).get(stamp):
-            return Toolchain((path, *command[1:]), identity), ""
-        try:
-            identity = _ask(path, command[1:])
-        except (OSError, subprocess.SubprocessError) as e:
-            reason = f"the C++ compiler {path} does not work: {e}"
-            continue
-        _remember(memory, stamp, identity)
-        return Toolchain((path, *command[1:]), identity), ""
+        identity = _recall(memory).get(stamp)
+        if identity is None:
+            try:
+                identity = _ask(path, command[1:])
+            except (OSError, subprocess.SubprocessError) as e:
+                reason = f"the C++ compiler {path} does not work: {e}"
+                continue
+            _remember(memory, stamp, identity)
+        own = [shlex.join(command[1:])] if command[1:] else []
+        return Toolchain((path, *command[1:]), " | ".join([identity, *own])), ""
     return None, reason
 
 

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Tests whose generated code is built with g++'s AddressSanitizer: what reads or writes beyond memory that torch
+# allocated ends the run, with a report that names the kernel and its line. Inside the arena nothing is noticed.
+#   bash scripts/sanitize.sh                 operators, kernels, and the templates around the libraries
+#   bash scripts/sanitize.sh <pytest args>   these tests instead
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup_env.sh
+# shellcheck disable=SC1091
+. "${DICP_VENV:-.venv}/bin/activate"
+
+[ $# -gt 0 ] || set -- test/codegen test/op test/vendor/cpu test/schedule test/model
+cache="$(mktemp -d)"  # entries of other runs would be as good, but are not wanted in the user's cache
+trap 'rm -rf "$cache"' EXIT
+export DICP_CXX="g++ -fsanitize=address -g1" DICP_CACHE_DIR="$cache" OMP_WAIT_POLICY=passive
+# Python and torch leak at exit, and free what another library allocated
+export ASAN_OPTIONS="detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:abort_on_error=1:${ASAN_OPTIONS:-}"
+# the runtime comes first in every process, those of compilers too
+LD_PRELOAD="$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libstdc++.so)" \
+  python -m pytest -q -p no:cacheprovider -n "$(nproc)" --maxprocesses 4 --dist loadfile -m "not slow" "$@"
