@@ -196,6 +196,14 @@ def core_decompositions() -> set[object]:
     return set(_core_aten_decompositions_post_autograd())
 
 
+def composite(op: torch._ops.OpOverload) -> Callable[..., object] | None:
+    """What an op does in terms of others, for all devices; None for an op that is not defined so."""
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    if not op.has_kernel_for_dispatch_key(key):
+        return None
+    return functools.partial(op._op_dk, key)
+
+
 def higher_order_name(target: Any) -> str | None:
     """The name under torch.ops.higher_order, None for anything else."""
     from torch._ops import HigherOrderOperator

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from dicp import compat
+from dicp.ops import quantized
 from dicp.ops.table import table
 
 Decomposition = Callable[..., Any]
@@ -71,6 +72,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
         aten.masked_scatter.default: masked_scatter,
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
+        **quantized.decompositions(),
     }
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c

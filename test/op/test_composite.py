@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed  # noqa: F401 - it defines the ops
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from dicp.conformance import tolerance
@@ -591,6 +593,45 @@ def test_quantised(backend: str) -> None:
         return q.dequantize() + 1
 
     agree(f, [r(4, 5)], backend, reference=False)
+
+
+QUANTIZED = torch.ops.quantized_decomposed
+BYTES, SIGNED = (0, 255, torch.uint8), (-128, 127, torch.int8)
+
+
+def _by_numbers(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Any:
+    q = QUANTIZED.quantize_per_tensor(x.relu(), 0.03, 3, *BYTES)
+    return q, QUANTIZED.dequantize_per_tensor(q, 0.03, 3, *BYTES)
+
+
+def _by_tensors(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Any:
+    q = QUANTIZED.quantize_per_tensor.tensor(x, scale[0], zero[:1], *SIGNED)
+    return q, QUANTIZED.dequantize_per_tensor.tensor(q, scale[:1], zero[0], *SIGNED)
+
+
+def _by_channels(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> Any:
+    q = QUANTIZED.quantize_per_channel(x, scale, zero, 1, *SIGNED)
+    return q, QUANTIZED.dequantize_per_channel(q, scale, zero, 1, *SIGNED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fn", [_by_numbers, _by_tensors, _by_channels])
+def test_quantised_as_pt2e_does_is_kernels(backend: str, fn: Fn, dtype: torch.dtype) -> None:
+    """The very numbers of eager, also of what saturates."""
+    x = (4 * torch.randn(5, 6, 7)).to(dtype)
+    x[0, 0, :2] = torch.tensor([torch.inf, -torch.inf])
+    scale, zero = torch.rand(6) + 0.01, torch.randint(-5, 5, (6,))
+    counters.clear()
+    got = torch.compile(fn, backend=backend)(x, scale, zero)
+    assert counters["dicp"]["kernels"] and not counters["dicp"]["extern"]
+    for mine, eager in zip(got, fn(x, scale, zero), strict=True):
+        assert mine.dtype == eager.dtype and torch.equal(mine, eager)
+
+
+def test_quantised_beyond_a_dtype_is_refused_as_eager_does(backend: str) -> None:
+    x, one = torch.randn(4), torch.ones(1)
+    with pytest.raises(Exception, match="out of bounds"):
+        torch.compile(QUANTIZED.quantize_per_tensor.tensor, backend=backend)(x, one, one.int(), 0, 300, torch.uint8)
 
 
 def test_fake_quantise(backend: str) -> None:
