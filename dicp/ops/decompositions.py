@@ -43,14 +43,14 @@ def decomposition_table(
     keeps: ops that the vendor takes whole. kernels: whether an op with a row of the op table stays whole,
     since it becomes kernels, or a library or extern call.
     """
-    rows, core = table(), compat.core_decompositions()
+    rows, core, own = table(), compat.core_decompositions(), own_decompositions()
     out: dict[OpOverload, Decomposition] = {}
-    for op, fn in (compat.torch_decompositions() | own_decompositions()).items():
+    for op, fn in (compat.torch_decompositions() | own).items():
         if not isinstance(op, OpOverload) or keeps(op):
             continue
         row = rows.get(op)
         if row is None:
-            wanted = op in core or op._opname in EXTRA or op in own_decompositions()
+            wanted = op in core or op._opname in EXTRA or op in own
         elif row.rule is None:
             wanted = op._opname in OPENED
         else:

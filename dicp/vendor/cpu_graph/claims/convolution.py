@@ -228,7 +228,7 @@ def _with_depthwise(own: Claim, library: list[Claim], node: fx.Node, config: Any
 
 
 VECTOR = 16
-"""Of 32 bits, as wide as they are anywhere."""
+"""Elements of 32 bits in the widest vector of any processor."""
 
 
 def overruns(node: fx.Node) -> bool:
