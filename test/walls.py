@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -17,20 +15,22 @@ def _protect(address: int) -> None:
         raise OSError(ctypes.get_errno(), "mprotect")
 
 
-@contextmanager
-def walled(memory: dict[str, torch.Tensor], at_end: bool) -> Iterator[dict[str, torch.Tensor]]:
+def walled(memory: dict[str, torch.Tensor], at_end: bool) -> dict[str, torch.Tensor]:
     """Copies of flat tensors that end (or begin) at a page that cannot be touched, with one such page at the other
-    side of their pages; tensors that were one stay one. They are gone afterwards."""
-    areas, made = [], dict[int, torch.Tensor]()
+    side of their pages; tensors that were one stay one."""
+    made: dict[int, torch.Tensor] = {}
     for t in memory.values():
-        if id(t) in made or not t.numel():
-            made.setdefault(id(t), t)
-            continue
-        inside = -(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        areas.append(area := mmap.mmap(-1, inside + 2 * mmap.PAGESIZE))
-        start = mmap.PAGESIZE + (inside - t.nbytes if at_end else 0)
-        made[id(t)] = torch.frombuffer(area, dtype=t.dtype, count=t.numel(), offset=start).copy_(t)
-        first = made[id(t)].data_ptr() - start
-        _protect(first)
-        _protect(first + mmap.PAGESIZE + inside)
-    yield {name: made[id(t)] for name, t in memory.items()}
+        if id(t) not in made:
+            made[id(t)] = _between_walls(t, at_end) if t.numel() else t
+    return {name: made[id(t)] for name, t in memory.items()}
+
+
+def _between_walls(t: torch.Tensor, at_end: bool) -> torch.Tensor:
+    inside = -(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = mmap.mmap(-1, inside + 2 * mmap.PAGESIZE)  # the tensor keeps it
+    start = mmap.PAGESIZE + (inside - t.nbytes if at_end else 0)
+    copy = torch.frombuffer(area, dtype=t.dtype, count=t.numel(), offset=start).copy_(t)
+    first = copy.data_ptr() - start
+    _protect(first)
+    _protect(first + mmap.PAGESIZE + inside)
+    return copy

@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from dicp import compat
 
 WHOLE = """quantize_per_tensor.default dequantize_per_tensor.default quantize_per_channel.default
-    dequantize_per_channel.default quantize_per_token.default dequantize_per_token.default
-    quantize_per_channel_group.default dequantize_per_channel_group.default""".split()
-"""Those whose definition in torch consists of tensor operations."""
+    dequantize_per_channel.default quantize_per_token.default dequantize_per_token.default""".split()
+"""Those whose definition in torch consists of tensor operations. That of groups of channels asks on the host
+whether there is a NaN, and stays a call."""
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:

@@ -541,8 +541,8 @@ def check_launch(
         )
     bare = {id(t): t[:-GUARD] for t in before.values()}
     for at_end in (False, True):
-        with walled({name: bare[id(t)] for name, t in before.items()}, at_end) as memory:
-            assert call(launch, isa, memory, sizes) == 0
+        memory = walled({name: bare[id(t)] for name, t in before.items()}, at_end)
+        assert call(launch, isa, memory, sizes) == 0
     for out, sources in launch.in_place.items():
         for source in sources:
             a, b = before[out], before[source]

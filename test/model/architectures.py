@@ -1,6 +1,6 @@
 """Every architecture that a library knows, small and with random weights, under a backend: what a forward
 and a backward compiled from it give is held to eager's by the rule of checks.py. Of transformers all of them,
-shrunk; of timm one for each of its files, the smallest, at its own size, with gradients of training mode.
+shrunk; of timm a small one of nearly each file, at its own size, with gradients of training mode.
 
 One process each, so that one that crashes or hangs is one line of the report. An architecture whose default
 configuration cannot be made small, or whose call needs inputs that are not guessed here, is left out and says
@@ -156,7 +156,9 @@ def other_ways(run: Run, model: nn.Module, inputs: dict[str, Any]) -> Iterator[d
 
 
 def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(t.nan_to_num(), other[k].nan_to_num()) for k, t in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(t.nan_to_num(), other[k].nan_to_num()) for k, t in one.items()
+    )
 
 
 def unlike(what: str, got: dict[str, Tensor], eager: dict[str, Tensor]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dicp.bench import arms, workloads
-from dicp.bench.models import CASES, obstacle, zoo
+from dicp.bench.models import CASES, obstacle
 from dicp.bench.models.resnet import resnet50
 from dicp.bench.models.text import PROMPT
 from model import architectures, checks, libraries, run
@@ -127,7 +127,12 @@ def test_an_architecture_that_trains_is_held_to_eager_in_training_mode(monkeypat
     library = libraries.Library(lambda: ["normed"], build, inputs, trains=True)
     monkeypatch.setitem(architectures.LIBRARIES, "mine", library)
     assert architectures.examine("normed", "dicp_cpu", of="mine")["status"] == "ok"
-    assert made[0].norm.num_batches_tracked == 0 and not made[0].training
+    (model,) = made
+    of_batch, of_past = (
+        run(model, model, inputs(model)) for run in (architectures.training_gradients, architectures.gradients)
+    )
+    assert not torch.allclose(of_batch["conv.weight"], of_past["conv.weight"])
+    assert model.norm.num_batches_tracked == 0 and not model.training
     torch._dynamo.reset()
     found = architectures.examine("normed", wrong, of="mine")  # type: ignore[arg-type]
     assert found["status"] == "FAIL" and all(p.startswith("gradient") for p in found["problems"])
@@ -135,9 +140,8 @@ def test_an_architecture_that_trains_is_held_to_eager_in_training_mode(monkeypat
 
 def test_a_driver_takes_models_of_timm_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for timm, which the tests do not need."""
-    monkeypatch.setattr(zoo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "timm", None)
     assert "timm is not installed" in (obstacle(["timm:normed"]) or "")
-    monkeypatch.undo()
     timm, models = ModuleType("timm"), ModuleType("timm.models")
     timm.__dict__.update(
         __version__="1", __spec__=object(), models=models, is_model=lambda name: name == "normed",

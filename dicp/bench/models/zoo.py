@@ -26,12 +26,16 @@ def problem(name: str) -> str | None:
 
 
 def build(name: str) -> nn.Module:
-    """The model with random weights, in float32 and eval mode; gains, biases and running statistics are no
-    constants."""
+    """The model with random weights, in float32 and eval mode."""
     import timm
 
     torch.manual_seed(0)
     model: nn.Module = timm.create_model(name.removeprefix(PREFIX), pretrained=False).float().eval()
+    return unsettled(model)
+
+
+def unsettled(model: nn.Module) -> nn.Module:
+    """The model with gains, biases and running statistics that are no constants, as training leaves them."""
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 1:
