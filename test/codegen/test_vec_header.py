@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import dicp
+from dicp.config import Config
+from dicp.vendor.cpu_graph import toolchain
 
 INCLUDE = Path(dicp.__file__).parent / "vendor" / "cpu_graph" / "include"
 TORCH_LIB = Path(torch.__file__).parent / "lib"
@@ -25,7 +27,7 @@ ISA_FLAGS = {
     8: "-mavx2 -mfma -mf16c".split(),
     4: [],
 }
-COMPILER = shutil.which("g++") or shutil.which("c++")
+COMPILER, _ = toolchain.find(Config.make())
 
 UNARY = """abs neg sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
 asinh acosh atanh erf erfc lgamma digamma floor ceil trunc round sigmoid sign""".split()
@@ -180,8 +182,7 @@ extern "C" void mixed(const int8_t* x, const double* y, half* out, int64_t n) {
 
 def runnable_lanes() -> list[int]:
     """The lane counts whose instructions this processor has."""
-    cpuinfo = Path("/proc/cpuinfo")
-    have = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    have = toolchain.cpu_flags()
     return [n for n, flags in ISA_FLAGS.items() if all(f[2:] in have for f in flags)]
 
 
@@ -190,7 +191,8 @@ def build(lanes: int, folder: Path) -> Path:
     cpp, so = folder / f"kernels_{lanes}.cpp", folder / f"kernels_{lanes}.so"
     cpp.write_text(source())
     link = ("-shared", "-fPIC", f"-L{TORCH_LIB}", "-ltorch_cpu", f"-Wl,-rpath,{TORCH_LIB}")
-    command = [str(COMPILER), *FLAGS, "-Werror", *ISA_FLAGS[lanes], f"-DDICP_LANES={lanes}", f"-I{INCLUDE}"]
+    assert COMPILER is not None
+    command = [*COMPILER.command, *FLAGS, "-Werror", *ISA_FLAGS[lanes], f"-DDICP_LANES={lanes}", f"-I{INCLUDE}"]
     done = subprocess.run([*command, str(cpp), "-o", str(so), *link], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:5000]
     return so
@@ -663,6 +665,6 @@ def test_the_header_is_cheap_to_compile(tmp_path: Path) -> None:
     if COMPILER is None:
         pytest.skip("no C++ compiler")
     (tmp_path / "empty.cpp").write_text('#include "dicp_vec.h"\n')
-    command = [COMPILER, "-std=c++17", "-E", f"-I{INCLUDE}", str(tmp_path / "empty.cpp")]
+    command = [*COMPILER.command, "-std=c++17", "-E", f"-I{INCLUDE}", str(tmp_path / "empty.cpp")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert len(text.splitlines()) < 4000
