@@ -71,6 +71,11 @@ def size_hint(size: int | torch.SymInt, fallback: int = 128) -> int:
     return fallback if hint is None or jagged else int(hint)
 
 
+def is_traced(size: int | torch.SymInt) -> bool:
+    """Whether a size has a value while tracing; one read from data has none."""
+    return isinstance(size, int) or size.node.has_hint()
+
+
 def example_value(shapes: ShapeEnv | None, size: sympy.Expr, unknown: int) -> int:
     """What a size is at the inputs that were traced, sizes read from data counting as `unknown`."""
     values = {} if shapes is None else shapes.backed_var_to_val
@@ -383,6 +388,21 @@ def keep_gpu_busy(seconds: float) -> None:
 def current_cuda_device() -> int:
     """The index of the current CUDA device of this thread."""
     return torch._C._cuda_getDevice()  # type: ignore[no-any-return]
+
+
+def forget_cublas_workspaces() -> None:
+    """Have cuBLAS ask for memory to work in again. torch keeps one piece for a stream: of several captures on
+    it all would use that of the first, which goes when the first does."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_allocations(device: int, pool: tuple[int, int]) -> None:
+    """Have the allocator leave the pool of a capture whose end failed, which torch then does not."""
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # the capture ended; what ran in it failed
+    torch._C._cuda_releasePool(device, pool)
 
 
 def storage_users(t: torch.Tensor) -> int:

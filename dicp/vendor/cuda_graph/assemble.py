@@ -181,7 +181,8 @@ class DeviceRunner(Runner):
                     isinstance(b, Buffer) and b.shape == ()
                 ):  # a number on the host goes along with GPU tensors
                     name = self.names[b.name]
-                    self.lines.append(f"if not {name}.is_cuda: {name} = {name}.to(device, non_blocking=True)")
+                    filled = f"torch.full((), {name}.item(), dtype={name}.dtype, device=device)"
+                    self.lines.append(f"if not {name}.is_cuda: {name} = {filled}")
         if self.checks:
             self.globals["CHECKS"] = flags = Checks(self.checks, pinned=not self.interpret)
             self.raise_checks = flags.raise_any

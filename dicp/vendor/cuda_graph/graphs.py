@@ -11,8 +11,11 @@ wrong, and what is done about it:
     outputs in use    results live in the graph's memory; while the caller holds those of the last replay,
                       another instance replays (at most INSTANCES), then the program runs directly
     random numbers    torch's default generator is registered with the graph: each replay draws afresh
-    streams, threads  captures are kept per device and stream; a call holds the program's lock
-    memory            each capture has a pool of its own; what it needs at the most, it keeps
+    streams, threads  captures are kept per device and stream; a call holds the program's lock, a capture one
+                      of all programs'
+    memory            each capture has a pool of its own, workspaces of cuBLAS in it; what it needs at the
+                      most, it keeps. A result is free for the next replay once nobody holds it, whatever
+                      `record_stream` was told: copies on other streams are to be waited for
     no capture        sizes read from data, objects that are no tensors, calls that wait: logged once
 """
 
@@ -41,6 +44,9 @@ MAX_CAPTURES = 4  # of the same sizes, whichever results of other captures they 
 MAX_SIZES = 16  # distinct sizes captured per program
 MAX_RECAPTURES = 4  # captures again because an input moved, before all inputs are copied
 
+CAPTURE = threading.Lock()  # torch has one capture at a time in a process
+CAPTURE_STREAMS: dict[int, Any] = {}  # by device: torch's own is one of the device that captured first
+
 Call = Callable[[list[Any]], Any]
 
 
@@ -56,25 +62,34 @@ class CudaBackend:
         """Whether the caller is capturing a graph of his own."""
         return torch.cuda.is_current_stream_capturing()
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """(replay, results) of a function's launches, in memory of their own: what one capture has freed may
-        be what another one's results lie in if they share a pool, and any of them replays next. Raises
-        RuntimeError where a graph cannot hold them."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                results = run()
-        except RuntimeError:
-            self._close()
-            raise
+    def capture(self, run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        """(replay, results) of a function's launches on a device, in memory of their own: what one capture
+        has freed may be what another one's results lie in if they share a pool, and any of them replays next.
+        Raises RuntimeError where a graph cannot hold them."""
+        index, graph, pool = self.place(device)[0], torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        with CAPTURE, torch.cuda.device(index):
+            before = torch.cuda.current_stream()
+            stream = CAPTURE_STREAMS.setdefault(index, torch.cuda.Stream())
+            torch.cuda.synchronize()
+            compat.forget_cublas_workspaces()
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    results = run()
+            except RuntimeError:
+                torch.cuda.set_stream(before)
+                self._close(index, pool, stream)
+                raise
+            finally:
+                torch.cuda.set_stream(before)
+                compat.forget_cublas_workspaces()
         return graph.replay, results
 
-    def _close(self) -> None:
-        """A capture that fails leaves torch's generator of random numbers where it takes any draw for one of
-        the capture's: one that succeeds brings it back."""
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            torch.zeros(1, device="cuda")
+    def _close(self, index: int, pool: Any, stream: torch.cuda.Stream) -> None:
+        """A capture that fails leaves the allocator at it, and torch's generator of random numbers where it
+        takes any draw for one of the capture's: one that succeeds brings that back."""
+        compat.end_allocations(index, pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=torch.device("cuda", index))
 
     def users(self, t: torch.Tensor) -> int:
         """Tensors that share t's memory."""
@@ -98,10 +113,11 @@ class Part:
     position: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int  # elements, from the begin of the storage
+    offset: int  # elements, from where the input begins in its storage
 
     def of(self, args: list[Any]) -> torch.Tensor:
-        return args[self.position].as_strided(self.shape, self.strides, self.offset)  # type: ignore[no-any-return]
+        whole: torch.Tensor = args[self.position]
+        return whole.as_strided(self.shape, self.strides, self.offset + whole.storage_offset())
 
 
 @dataclass
@@ -160,13 +176,13 @@ def obstacle(program: Program) -> str | None:
     returned = {r.name for r in _raws(program.lowered.outputs)}
     for bound in program.lowered.inputs:  # a generator that nobody draws from is no obstacle
         if isinstance(bound, Raw) and bound.name in read | returned:
-            return f"input {bound.name} is not a plain tensor"
+            return f"input {bound.name} is not a plain tensor, or not on the GPU"
     given = {n for b in program.lowered.inputs for n in _sizes(b)}
     for call in program.python_calls:
         if any(isinstance(r, ix.Poly) or _sizes(r) - given for r in call.results):
             return f"{call.node.target} gives a size that depends on data ({call.note})"
         if any(isinstance(r, Raw) for r in call.results):
-            return f"{call.node.target} gives something that is not a plain tensor ({call.note})"
+            return f"{call.node.target} gives what is not a plain tensor, or not on the GPU ({call.note})"
     if not program.items:
         return "there is nothing to launch"
     return None
@@ -314,7 +330,7 @@ class Graphed:
             t.copy_(args[k])
         given = [static.get(k, a) for k, a in enumerate(args)]
         try:
-            replay, results = self.backend.capture(lambda: self.call(list(given)))
+            replay, results = self.backend.capture(lambda: self.call(list(given)), device)
         except RuntimeError as e:
             self.stopped = str(e).splitlines()[0]
             log.warning(
@@ -338,7 +354,10 @@ class Graphed:
         if self.raise_checks is not None:
             self.raise_checks()
         for k, t in instance.static.items():
-            t.copy_(args[k], non_blocking=True)
+            if args[k].is_cpu and not t.is_cpu:  # a number, whose memory may be pinned, and written again
+                t.fill_(args[k].item())
+            else:
+                t.copy_(args[k], non_blocking=True)
         instance.replay()
         for k in self.mutated & set(instance.static):
             args[k].copy_(instance.static[k], non_blocking=True)
@@ -364,7 +383,8 @@ def _kept(results: list[Any], given: list[Any], in_place: dict[int, int]) -> lis
         if id(r) in whole:
             kept.append(Given(whole[id(r)]))
         elif at is not None and r.dtype == given[at].dtype and not is_marked(r):
-            kept.append(Part(at, tuple(r.shape), r.stride(), int(r.storage_offset())))
+            begin = int(r.storage_offset()) - int(given[at].storage_offset())
+            kept.append(Part(at, tuple(r.shape), r.stride(), begin))
         else:
             kept.append(r)
     return kept

@@ -197,7 +197,7 @@ class Driver:
     """The few calls of libcuda that a launch needs. `library` may be a stand-in."""
 
     SHARED_LIMIT, MAX_DYNAMIC_SHARED = 48 << 10, 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    INVALID_CONTEXT = 201
+    INVALID_CONTEXT, RELAXED = 201, 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -225,7 +225,16 @@ class Driver:
         self._checked(self.library.cuCtxSetCurrent(context), "entering the context")
 
     def load(self, binary: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
-        """The function in a binary, ready to launch on the device, which is the current one."""
+        """The function in a binary, ready to launch on the device, which is the current one. May be called
+        while a graph is captured, which forbids what takes memory unless the thread says that it knows."""
+        mode = ctypes.c_int(self.RELAXED)
+        self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            return self._load(binary, name, shared, device)
+        finally:
+            self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def _load(self, binary: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
         self.enter(device)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._checked(self.library.cuModuleLoadData(ctypes.byref(module), binary), f"loading {name}")

@@ -3,6 +3,7 @@ conformance suite's part (`python -m dicp.conformance --vendor cuda_graph`)."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -249,7 +250,41 @@ def test_a_capture_that_fails_leaves_random_numbers_usable(compiled: Any, caplog
     for _ in range(4):
         assert run(x).eq(3).all()
     assert "the capture failed" in caplog.text
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.rand(8, device="cuda").unique().numel() > 1
+
+
+def test_a_capture_outlives_the_one_whose_workspace_it_could_have_taken(compiled: Any) -> None:
+    """cuBLAS splits products of one row and works in memory that torch keeps for a stream."""
+    x, w = torch.randn(1, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
+    first, second = (compiled(lambda x, w, k=k: x @ w + k, "reduce-overhead") for k in range(2))
+    for run in (first, second):
+        for _ in range(3):
+            run(x, w)
+    moved = x.clone()
+    first(moved, w)  # its capture goes, and another is made
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(32)]
+    for _ in range(3):
+        torch.testing.assert_close(second(x, w), x @ w + 1, rtol=1e-3, atol=1e-3)
+    assert all(o.isnan().all() for o in others)
+
+
+def test_copies_between_devices(compiled: Any) -> None:
+    mean = torch.tensor([0.485, 0.456, 0.406])
+
+    def normalise(x: torch.Tensor, rows: torch.Tensor, table: torch.Tensor) -> Any:
+        looked_up = table[rows.to(table.device)]
+        return x - mean.to(x.device)[:, None], (x + 1).cpu(), looked_up, torch.arange(3) * 2
+
+    for mode in ("default", "reduce-overhead"):
+        run = compiled(normalise, mode)
+        x, table = torch.randn(3, 8, device="cuda"), torch.randn(9, 4, device="cuda")
+        for rows in (torch.tensor([0, 8]), torch.tensor([3, 1]), torch.tensor([5, 5])):
+            for got, expected in zip(run(x, rows, table), normalise(x, rows, table), strict=True):
+                assert got.device == expected.device
+                torch.testing.assert_close(got, expected)
 
 
 def test_an_index_out_of_range_is_told_by_the_next_call(compiled: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ class FakeCuda:
     def capturing(self) -> bool:
         return False
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         if self.fail:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.captures += 1
@@ -224,6 +225,12 @@ def test_a_view_of_what_another_capture_left_does_not_hold_it(steps: tuple[Any, 
     assert cuda.captures == 2 and cuda.replays == 14
 
 
+def test_a_view_of_an_input_goes_with_it_into_other_memory() -> None:
+    whole = torch.arange(10.0)
+    kept = graphs._kept([whole[:4][1:3]], [whole[:4]], {whole.untyped_storage().data_ptr(): 0})
+    assert torch.equal(kept[0].of([whole[5:9]]), whole[6:8])
+
+
 def test_mutated_input_is_copied_back(cuda: FakeCuda) -> None:
     def bump(args: list[Any]) -> tuple[Any, ...]:
         (x,) = args
@@ -301,3 +308,86 @@ def test_what_cannot_be_captured_is_named(caplog: pytest.LogCaptureFixture) -> N
     assert graphs.obstacle(program([raw, buffer("x")])) is None  # nobody reads it
     assert graphs.capturing(add, program([raw], externs=(draws,))) is add
     assert "without a CUDA graph" in caplog.text
+
+
+class FakeTorchCuda:
+    """torch.cuda as far as a capture goes: a graph whose end fails leaves its stream the current one."""
+
+    def __init__(self) -> None:
+        self.now = 1  # the current device
+        self.streams = {0: "s0", 1: "s1"}
+        self.fails = False
+        self.log: list[str] = []
+        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        self.graph_pool_handle = lambda: (0, 7)
+        self.synchronize = lambda: None
+
+    def current_stream(self) -> str:
+        return self.streams[self.now]
+
+    def set_stream(self, stream: str) -> None:
+        self.streams[self.now] = stream
+
+    def Stream(self) -> str:
+        return f"capture{self.now}"
+
+    @contextmanager
+    def device(self, index: int) -> Any:
+        before, self.now = self.now, index
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any = None, stream: str = "", capture_error_mode: str = "") -> Any:
+        before = self.current_stream()
+        self.set_stream(stream)
+        self.log.append(f"begin on {stream}")
+        yield
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.log.append("end")
+        self.set_stream(before)
+
+
+@pytest.fixture
+def torch_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeTorchCuda:
+    fake = FakeTorchCuda()
+    monkeypatch.setattr(graphs.torch, "cuda", fake)
+    monkeypatch.setattr(graphs, "CAPTURE_STREAMS", {})
+    monkeypatch.setattr(compat, "forget_cublas_workspaces", lambda: fake.log.append("forget workspaces"))
+    monkeypatch.setattr(compat, "end_allocations", lambda index, pool: fake.log.append(f"leave {pool} of {index}"))
+    monkeypatch.setattr(compat, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(graphs.torch, "zeros", lambda n, device: fake.log.append(f"work on {device}"))
+    return fake
+
+
+def test_a_capture_is_made_on_its_device_with_workspaces_of_its_own(torch_cuda: FakeTorchCuda) -> None:
+    _, results = graphs.CudaBackend().capture(lambda: torch_cuda.current_stream(), torch.device("cuda", 0))
+    assert results == "capture0" and torch_cuda.streams == {0: "s0", 1: "s1"} and torch_cuda.now == 1
+    assert torch_cuda.log == ["forget workspaces", "begin on capture0", "end", "forget workspaces"]
+
+
+def test_a_capture_that_fails_leaves_streams_and_memory_as_they_were(torch_cuda: FakeTorchCuda) -> None:
+    torch_cuda.fails = True
+    with pytest.raises(RuntimeError, match="previous error"):
+        graphs.CudaBackend().capture(lambda: None, torch.device("cuda", 0))
+    assert torch_cuda.streams == {0: "s0", 1: "s1"} and torch_cuda.now == 1
+    assert torch_cuda.log[2:] == ["leave (0, 7) of 0", "begin on capture0", "work on cuda:0", "end", "forget workspaces"]
+
+
+def test_one_capture_at_a_time(torch_cuda: FakeTorchCuda) -> None:
+    graphs.CudaBackend().capture(lambda: torch_cuda.log.append(str(graphs.CAPTURE.locked())), torch.device("cuda", 0))
+    assert torch_cuda.log[2] == "True" and not graphs.CAPTURE.locked()
+
+
+def test_a_number_on_the_cpu_is_filled_in() -> None:
+    """Its memory may be pinned and written again by the time a copy is made of it."""
+    static = SimpleNamespace(is_cpu=False, filled=[])
+    static.fill_ = static.filled.append
+    graphed = SimpleNamespace(raise_checks=None, mutated=set())
+    made = graphs.Instance(lambda: None, {0: static}, (), [])
+    graphs.Graphed._replay(graphed, made, [torch.tensor(2.5)])
+    assert static.filled == [2.5]
