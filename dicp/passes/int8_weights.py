@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from dicp.compat import known_equal
-from dicp.passes.facts import aten, is_plain_cast, is_tensor, rank, value_of
+from dicp.passes.facts import aten, is_plain_cast, is_tensor, rank, same_shape, value_of
 
 _EXACT = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that have all numbers of int8."""
@@ -40,8 +40,8 @@ def stored(operand: Any) -> Stored | None:
         elif node.target is aten.mul.Tensor and scale is None:
             a, b = node.args
             scale, other = (b, a) if is_scale(b, node, by_rows) else (a, b)
-            if not is_scale(scale, node, by_rows):
-                return None
+            if not is_scale(scale, node, by_rows) or not same_shape(other, node):
+                return None  # or the scale repeats it
             node = other
         else:
             return None

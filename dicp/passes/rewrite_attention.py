@@ -182,9 +182,16 @@ def _written_out(outer: Node) -> Attention | None:
         or end is None
         or not (same_dtype(q.node, k.node) and same_dtype(q.node, v.node))
         or (mask is not None and not _is_held(mask, q.node))
+        or (mask is not None and not all(_grouped_as(scores, o.node) for o in (q, k, v)))
     ):
         return None
     return Attention(end, q, k, v, mask, False, scale, heads)
+
+
+def _grouped_as(scores: Node, operand: Node) -> bool:
+    """Whether an operand's batch and heads are those of the scores, to which a mask is added."""
+    sizes = zip(value_of(scores).shape[:2], value_of(operand).shape[:2])
+    return rank(operand) != 4 or all(known_equal(a, b) for a, b in sizes)
 
 
 def _batched_matmul(node: Node) -> Node | None:

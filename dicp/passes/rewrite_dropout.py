@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ir.verify import insert, same_meta
-from dicp.passes.facts import aten, outputs_of, value_of
+from dicp.passes.facts import aten, base_of, outputs_of, value_of
 
 
 def rewrite_dropout(gm: GraphModule) -> GraphModule:
@@ -18,7 +18,7 @@ def rewrite_dropout(gm: GraphModule) -> GraphModule:
     In a graph for inference eager's dropout is a clone, which canonicalize removes. With other probabilities
     the call stays: its random numbers are the vendor's to draw.
     """
-    outputs = set(outputs_of(gm.graph))
+    outputs = {base_of(o) for o in outputs_of(gm.graph)}
     for node in list(gm.graph.nodes):
         if node.target is aten.native_dropout.default and (node.args[1] == 0 or node.args[2] is False):
             results = [u for u in node.users if u.target is operator.getitem]

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ir.expr import LOW_PRECISION
+from dicp.ir.verify import same_meta
 from dicp.passes.facts import aten, rank, same_dtype, same_shape, uniform_value, value_of
 from dicp.passes.rules import Claims, Emitter, finish, replace, try_claim
 
@@ -33,8 +34,9 @@ def rewrite_scatter(gm: GraphModule, vendor: Claims) -> GraphModule:
 
 def _rewrite(node: Node, vendor: Claims) -> None:
     for base, added in (node.args, reversed(node.args)):
-        alike = isinstance(base, Node) and same_shape(base, node) and same_dtype(base, node)
-        if not alike or not isinstance(added, Node) or len(added.users) != 1 or added is base:
+        if not isinstance(base, Node) or not same_meta(value_of(base), value_of(node)):
+            continue  # what is written over keeps the strides of the base
+        if not isinstance(added, Node) or len(added.users) != 1 or added is base:
             continue
         if same_shape(added, node) and same_dtype(added, node) and _adds_into_zeros(added):
             new = _rounded_once(node, base, added, vendor)
