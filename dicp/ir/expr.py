@@ -15,6 +15,7 @@ Others:    the primitives of UNARY, BINARY and TERNARY
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any, Union
 
@@ -34,6 +35,12 @@ COMPUTE_DTYPES = (
     torch.float64,
 )
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+_RANGES = {
+    dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    for dtype in COMPUTE_DTYPES
+    if dtype != torch.bool and not dtype.is_floating_point
+}
+_LARGE = torch.iinfo(torch.int64).max  # coefficients of an index beyond it are no C++ integers
 NAMES = {
     torch.bool: "b8",
     torch.uint8: "u8",
@@ -171,15 +178,22 @@ class Expr:
 
 
 def const(value: Number, dtype: torch.dtype) -> Expr:
-    """A constant of a compute dtype; the Python number is converted as torch converts it."""
+    """A constant of a compute dtype; the Python number is converted as torch converts it, integers modulo
+    what the dtype holds."""
     dtype = compute_dtype(dtype)
     if dtype == torch.bool:
         value = bool(value)
     elif dtype.is_floating_point:
         value = float(value)
     else:
-        value = int(value)
+        value = wrapped(int(value), dtype)
     return Expr("const", (value,), dtype)
+
+
+def wrapped(value: int, dtype: torch.dtype) -> int:
+    """An integer as the integer dtype holds it (uint8: -1 -> 255)."""
+    low, high = _RANGES[dtype]
+    return value if low <= value <= high else (value - low) % (high - low + 1) + low
 
 
 def index_value(i: Index) -> Expr:
@@ -193,8 +207,13 @@ def cast(x: Expr, dtype: torch.dtype) -> Expr:
     if x.dtype == dtype:
         return x
     if x.op == "const" and not (isinstance(x.args[0], float) and not dtype.is_floating_point):
-        return const(x.args[0], dtype)
+        return const(_held(x) if dtype == torch.float64 else x.args[0], dtype)
     return Expr("cast", (x,), dtype)
+
+
+def _held(x: Expr) -> Number:
+    """The number that a constant of float32 is; as written it may have more digits."""
+    return ctypes.c_float(x.args[0]).value if x.dtype == torch.float32 else x.args[0]  # type: ignore[no-any-return]
 
 
 def round_to(x: Expr, dtype: torch.dtype) -> Expr:
@@ -250,11 +269,14 @@ def _fold(op: str, x: Expr, y: Expr) -> Expr | None:
     if x.dtype == torch.int64 and op in ("add", "sub", "mul"):
         a, b = as_index(x), as_index(y)
         if a is not None and b is not None:
-            return index_value(a + b if op == "add" else a - b if op == "sub" else a * b)
+            made = a + b if op == "add" else a - b if op == "sub" else a * b
+            if isinstance(made, int):
+                return const(made, torch.int64)
+            return index_value(made) if all(abs(c) <= _LARGE for _, c in made.terms) else None
     if x.op == "const" and y.op == "const" and op in ("lt", "le", "gt", "ge", "eq", "ne"):
-        a, b = x.args[0], y.args[0]
+        p, q = _held(x), _held(y)
         return const(
-            {"lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b, "eq": a == b, "ne": a != b}[op], torch.bool
+            {"lt": p < q, "le": p <= q, "gt": p > q, "ge": p >= q, "eq": p == q, "ne": p != q}[op], torch.bool
         )
     if op in ("land", "lor"):
         for u, v in ((x, y), (y, x)):

@@ -99,7 +99,7 @@ def inside(x: Expr, low: float, high: float) -> Expr:
 
 
 def threshold(x: Expr, threshold: Any, value: Any) -> Expr:
-    return s.where(x <= threshold, value, x)
+    return s.where(x <= scalar_expr(threshold, x.dtype), scalar_expr(value, x.dtype), x)
 
 
 def rows() -> Iterator[Row]:

@@ -150,7 +150,10 @@ def masked_index(b: Builder, node: torch.fx.Node, x: Value, mask: Value, indices
 def bucketize(b: Builder, node: torch.fx.Node, x: Any, boundaries: Value, *, out_int32: bool = False,
               right: bool = False) -> Value:
     shape, out = b.meta(node)
-    x = x if isinstance(x, Value) else constant(x, (), torch.float32)
+    if not isinstance(x, Value):  # a number has the dtype of the boundaries, if that is of its kind
+        whole = not isinstance(x, (float, Expr))
+        alike = whole or boundaries.dtype.is_floating_point
+        x = constant(x, (), boundaries.dtype if alike else torch.get_default_dtype())
     return search(boundaries, x, (), shape, out, right)
 
 
@@ -203,7 +206,7 @@ def index_put(b: Builder, node: torch.fx.Node, x: Value, indices: list[Value | N
 def as_strided_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, size: list[Index],
                        stride: list[Index], storage_offset: Index | None = None) -> Value:
     """x, with src at the positions of a strided window on the elements of x in the order of its memory."""
-    order = memory_order(node, x.shape, size, stride, storage_offset or 0)
+    order = memory_order(node, x.shape, size, stride, storage_offset)
     line = permuted(x, order)
     src = broadcast(convert(src, x.dtype), tuple(size))
     written = b.scatter(reshape(line, (ix.product(x.shape),)), tuple(size), lambda idx: (

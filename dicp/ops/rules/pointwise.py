@@ -35,15 +35,7 @@ def scalar_expr(x: Any, dtype: torch.dtype) -> Expr:
         return ex.cast(ex.index_value(x), dtype)
     if isinstance(x, numbers.Complex) and not isinstance(x, numbers.Real):
         raise Declined("a complex number")
-    return ex.const(_wrapped(x, dtype), dtype)
-
-
-def _wrapped(x: Any, dtype: torch.dtype) -> Any:
-    """An integer as the integer dtype holds it (uint8: -1 -> 255)."""
-    if dtype.is_floating_point or dtype == torch.bool or not isinstance(x, int):
-        return x
-    info = torch.iinfo(dtype)
-    return (int(x) - info.min) % (info.max - info.min + 1) + info.min
+    return ex.const(x, dtype)
 
 
 def constant(value: Any, shape: Shape, dtype: torch.dtype) -> Value:
