@@ -142,7 +142,8 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         with step("memory"):
             owned = _owned_inputs(lowered) if job.role == "backward" else frozenset()
             plan = plan_memory(items, lowered, owned)
-        program = make_program(name, lowered, items, plan, owned, job.results)
+        saved = _saved_inputs(lowered) if job.role == "backward" else frozenset()
+        program = make_program(name, lowered, items, plan, owned, job.results, saved)
         program.begun = begun
         dump.plan("40_memory", program)
         with step("build"):
@@ -175,6 +176,12 @@ def _owned_inputs(lowered: Lowered) -> frozenset[str]:
     names so."""
     names = [b.name for b in lowered.inputs if isinstance(b, Buffer)]
     return frozenset(n for n in names if not n.startswith("primals_"))
+
+
+def _saved_inputs(lowered: Lowered) -> frozenset[str]:
+    """The inputs of a backward that autograd kept for it: all but gradients, which AOTAutograd names so."""
+    names = [b.name for b in lowered.inputs if isinstance(b, Buffer)]
+    return frozenset(n for n in names if not n.startswith("tangents_"))
 
 
 def _compile_one(

@@ -5,7 +5,8 @@
     Atom  = Var (loop variable or size symbol) | Div (a // b) | Mod (a % b) | Opaque (a run-time value)
 
 Constant results are always plain ints, so graphs with static sizes never build a symbolic object for a size.
-Loop variables range over [0, size); size symbols are at least `low`. Divisors are positive.
+Loop variables range over [0, size); size symbols are at least `low`, or anything where that is None: numbers
+that the caller gives may be negative. Divisors are positive.
 Source: the usual quotient/remainder identities; (d*q + r) // d = q + r // d for every integer q, r and d > 0.
 """
 
@@ -30,11 +31,11 @@ class Atom:
 @dataclass(frozen=True, eq=False)
 class Var(Atom):
     """A loop variable (`size` is its extent) or a size symbol (`size` is None, the value is at
-    least `low`)."""
+    least `low`, or any integer where `low` is None)."""
 
     name: str
     size: Index | None = None
-    low: int = 0
+    low: int | None = 0
     key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +51,11 @@ class Var(Atom):
 
     def __repr__(self) -> str:
         return self.name
+
+    @property
+    def signed(self) -> bool:
+        """Whether it may be negative."""
+        return self.size is None and self.low is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,6 +302,8 @@ def limit(x: Index, upper: bool) -> Index | None:
         return x
     total: Index = 0
     for mono, coef in x.terms:
+        if len(mono) > 1 and any(isinstance(a, Var) and a.signed for a in mono):
+            return None
         want_upper = upper == (coef > 0)
         term: Index = coef
         for a in mono:
@@ -339,7 +347,9 @@ def nonnegative(x: Index) -> bool:
             return False
         least = 1
         for a in mono:
-            least *= a.low if isinstance(a, Var) and a.size is None else 0
+            if isinstance(a, Var) and a.signed:
+                return False
+            least *= (a.low or 0) if isinstance(a, Var) and a.size is None else 0
             if isinstance(a, Div) and not lower_is_zero(a):
                 return False
         low += coef * least

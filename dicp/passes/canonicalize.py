@@ -321,7 +321,10 @@ def _least(node: Node) -> int | float | None:
         isinstance(a, Node) for a in (node.args[0], *node.args[2:])
     )
     upwards = ranged and (len(node.args) < 3 or node.args[2] > 0)  # type: ignore[operator]
-    return node.args[0] if upwards else None  # type: ignore[return-value]
+    if not upwards:
+        return None
+    start: Any = node.args[0]
+    return start if value_of(node).dtype.is_floating_point else int(start)
 
 
 def _decided_where(node: Node) -> Node | None:
@@ -405,6 +408,8 @@ def _merge_equal_calls(graph: Graph) -> None:
             seen.clear()
         if node.op not in ("call_function", "get_attr") or not is_pure(node):
             continue
+        if node.meta.get("unbacked_bindings"):
+            continue  # a size has a name of its own in each, which others go by
         first = seen.setdefault(_key(node), node)
         if first is node or value_of(node) is None:
             continue

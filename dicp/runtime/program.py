@@ -53,6 +53,7 @@ class Program:
     build_stats: Any = None
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owned: Set[str] = frozenset()  # inputs that nobody else holds
+    saved: Set[str] = frozenset()  # inputs that autograd kept for a backward, where hooks see them
     results: ResultMemory = "new"
     where: dict[int, int] = field(default_factory=dict)  # item -> step
 
@@ -109,13 +110,14 @@ def make_program(
     plan: Plan,
     owned: Set[str] = frozenset(),
     results: ResultMemory = "new",
+    saved: Set[str] = frozenset(),
 ) -> Program:
     """Cut the items into native segments and extern calls, and decide what outlives a segment.
 
     owned: inputs that nobody else holds (saved activations of a backward). A segment ends where enough of
     them are dead, and they are freed there: activations shrink while gradients grow, as in eager.
     """
-    program = Program(name, lowered, items, plan, owned=owned, results=results)
+    program = Program(name, lowered, items, plan, owned=owned, results=results, saved=saved)
     _cut(program)
     _allocate_and_free(program)
     return program

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dicp.compat import empty_strided_cpu, tensors_from_handles
+from dicp.errors import InternalError
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
@@ -28,6 +29,7 @@ from dicp.runtime.host import host_number, host_size
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
+from dicp.schedule.kernels import Launch
 from dicp.schedule.memory import touched
 
 
@@ -86,10 +88,9 @@ class Runner:
         self._lay_out()
         self._let_results_rest()
         self._take_arena()
-        for name, buffer in self.lowered.buffers.items():
-            if buffer.kind == "constant":
-                self.names[name] = name
-                self.globals[name] = self.lowered.constants[name]
+        for name, constant in self.lowered.constants.items():
+            self.names[name] = name
+            self.globals[name] = constant
         last_step = self._last_steps()
         for k, step in enumerate(self.program.steps):
             if isinstance(step, Segment):
@@ -213,6 +214,24 @@ class Runner:
                     if isinstance(n, ix.Poly) and n.is_atom:
                         self._bind(n, f"{arg}.stride({d})", needed)
         self._host_sizes(needed)
+        self._as_planned()
+
+    def _as_planned(self) -> None:
+        """What autograd kept for a backward lies as planned, unless a hook of the user's packed it otherwise
+        (torch.autograd.graph.saved_tensors_hooks)."""
+        saved = self._saved()
+        if not saved:
+            return
+        names = [self.names[b.name] for b in saved]
+        planned = [f"({self._tuple(b.shape)}, {self._tuple(b.strides)})" for b in saved]
+        here = "".join(f"{n}.stride(), " for n in names)
+        self.lines.append(f"if ({here}) != ({''.join(self._tuple(b.strides) + ', ' for b in saved)}):")
+        again = (f"expect({n}, *{p}), " for n, p in zip(names, planned, strict=True))
+        self.lines.append(f"    {', '.join(names)}, = {''.join(again)}")
+
+    def _saved(self) -> list[Buffer]:
+        inputs = (b for b in self.lowered.inputs if isinstance(b, Buffer))
+        return [b for b in inputs if b.shape and b.name in self.program.saved]
 
     def _read_bits(self) -> None:
         """Inputs that may be conjugated or negated, as tensors that are not."""
@@ -240,6 +259,7 @@ class Runner:
             self.lowered.outputs,
             [self.plan.size, *self.plan.maxima.values()],
             [(c.args, c.kwargs, views((c.args, c.kwargs))) for c in self.program.python_calls],
+            [(b.shape, b.strides) for b in self._saved()],
         ]
         while stack:
             x = stack.pop()
@@ -298,6 +318,7 @@ class Runner:
         if native.slots:
             self.lines.append(f"kept{n} = slots({native.slots})")
             args.append(f"kept{n}[1]")
+        self._require_sizes(segment)
         args += [v.name if v.name in self.bound else "0" for v in self.symbols]
         self.globals[f"native{n}"], self.globals[f"fail{n}"] = native.run, native.fail
         self.lines.append(f"code = native{n}({', '.join(args)})")
@@ -308,6 +329,16 @@ class Runner:
             self.lines.append(f"{', '.join(native.kept)}, = steal(kept{n}[0]{first})")
         for name in segment.late:
             self._measure(self.lowered.buffers[name])
+
+    def _require_sizes(self, segment: Segment) -> None:
+        """Sizes that are known later are 0 in a segment that has no use for them."""
+        used = {v.name: i for i in segment.items if isinstance(i, Launch) for v in i.kernel.sizes}
+        unknown = sorted(used.keys() - self.bound)
+        if unknown:
+            raise InternalError(
+                f"the size {unknown[0]} is not known where {used[unknown[0]].kernel.name} needs it",
+                todo="this is a fault of dicp: report it, with what DICP_DUMP=<folder> writes",
+            )
 
     def _measure(self, b: Buffer) -> None:
         """Bind the sizes that are known from this tensor alone, and have it lie as planned."""

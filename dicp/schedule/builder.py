@@ -18,6 +18,7 @@ from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.schedule.defs import Buffer, Lowered, Pointwise, Reduction, Scatter, View
+from dicp.schedule.home import Home
 from dicp.schedule.splitting import split_extent
 from dicp.schedule.strides import (
     affine_window,
@@ -44,6 +45,7 @@ class DefinitionBuilder:
         self.out.machine = vendor.machine(config)
         self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(shape_env(gm))
+        self.home = Home(gm, self.out.machine.device, vendor.device)
         self.node: fx.Node | None = None
         self.in_place: dict[fx.Node, Buffer] = {}
         self.made: dict[str, fx.Node] = {}

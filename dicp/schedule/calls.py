@@ -13,9 +13,10 @@ from dicp.ir import expr as ex
 from dicp.ir.expr import Expr
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
+from dicp.ops.aliases import returns_views
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View
 from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
-from dicp.schedule.traced import is_strided, note_of, returns_views
+from dicp.schedule.traced import is_strided, note_of
 
 if TYPE_CHECKING:
     from dicp.schedule.lower import Lowering
@@ -125,11 +126,14 @@ def _extern(low: Lowering, node: fx.Node) -> Any:
     return _add_call(low, node, args, kwargs, None, None, "extern")
 
 
-def overwrite(low: Lowering, copy: fx.Node, buffer: Buffer, source: Any) -> None:
-    """An extern `copy_` over a graph input: of dtypes that kernels do not store."""
-    _refuse_if_strict(low, copy, f"kernels do not store {buffer.dtype}")
-    target = View(buffer, buffer.shape, buffer.strides)
-    low.out.defs.append(Call((buffer,), note_of(copy), copy, (target, low.operand(source))))
+def overwrite(low: Lowering, copy: fx.Node, over: Buffer | Raw, source: Any) -> None:
+    """An extern `copy_` over a graph input: of dtypes that kernels do not store, or between devices."""
+    why = f"kernels do not store {over.dtype}" if isinstance(over, Buffer) else "to another device"
+    _refuse_if_strict(low, copy, "from another device" if isinstance(source, Raw) else why)
+    target = View(over, over.shape, over.strides) if isinstance(over, Buffer) else over
+    source = source if isinstance(source, Raw) else low.operand(source)
+    written = (over,) if isinstance(over, Buffer) else ()
+    low.out.defs.append(Call(written, note_of(copy), copy, (target, source)))
 
 
 def _refuse_if_strict(low: Lowering, node: fx.Node, why: str) -> None:
@@ -179,7 +183,7 @@ def _add_call(
         if isinstance(v, torch.SymInt):
             outs.append(low.index(v))
             continue
-        if not isinstance(v, torch.Tensor) or not is_strided(v):
+        if not isinstance(v, torch.Tensor) or not is_strided(v) or not low.home.holds(v):
             outs.append(None if v is None else Raw(f"{node.name}_{k}"))
             continue
         layout = strides[k] if strides is not None else None

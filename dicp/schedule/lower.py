@@ -81,7 +81,7 @@ class Lowering(DefinitionBuilder):
         if claims is None:
             calls = [n for n in gm.graph.nodes if n.op == "call_function"]
             claims = {n: claim for n in calls if (claim := vendor.claim(n, config)) is not None}
-        self.claims = claims
+        self.claims = {n: claim for n, claim in claims.items() if self.home.elsewhere(n) is None}
         self.readers = Readers(gm, self.claims, self.sizes)
 
     def _name_sizes(self) -> None:
@@ -91,7 +91,7 @@ class Lowering(DefinitionBuilder):
             val = node.meta.get("val")
             for t in val if isinstance(val, (tuple, list)) else (val,):
                 for n in t.shape if isinstance(t, torch.Tensor) and is_strided(t) else ():
-                    self.symbols.index(n)
+                    self.symbols.length(n)
 
     # -- the walk ------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Lowering(DefinitionBuilder):
 
     def _placeholder(self, node: fx.Node) -> None:
         val = node.meta["val"]
-        if isinstance(val, torch.Tensor) and is_strided(val) and not is_token(node):
+        if isinstance(val, torch.Tensor) and is_strided(val) and self.home.takes(node) and not is_token(node):
             self.symbols.give(*val.shape, *val.stride())
             kind = "packed" if PACKED in node.meta else "input"
             buffer = Buffer(node.name, self.sizes(val.shape), val.dtype, self.sizes(val.stride()), kind)
@@ -142,7 +142,11 @@ class Lowering(DefinitionBuilder):
 
     def _constant(self, node: fx.Node) -> None:
         attr = getattr(self.gm, str(node.target))
-        if isinstance(attr, torch.Tensor):
+        if isinstance(attr, torch.Tensor) and not self.home.takes(node):
+            self.out.constants[node.name] = attr
+            self.values[node] = Raw(node.name)
+        elif isinstance(attr, torch.Tensor):
+            attr = attr.to(self.home.device) if node in self.home.numbers else attr
             buffer = Buffer(
                 f"const_{node.name}",
                 self.sizes(attr.shape),
@@ -181,6 +185,8 @@ class Lowering(DefinitionBuilder):
             return _host_scalar(node, self)
         if node.target is aten._assert_scalar.default:
             return host_step(self, node)
+        if (device := self.home.elsewhere(node)) is not None:
+            return extern(self, node, f"a tensor is on {device}, the program's are on {self.home.device}")
         if higher_order_name(node.target) == "with_effects":
             return effect(self, node)
         if node.target is aten.slice.Tensor and node.meta.get("unbacked_bindings"):
@@ -197,6 +203,8 @@ class Lowering(DefinitionBuilder):
                 shape, dtype = self.meta(node)
                 return Value(shape, dtype, lambda idx: ex.const(0, dtype))
             args, kwargs = self.arguments(node)
+            if any(isinstance(a, Host) for a in (*args, *kwargs.values())):
+                return left_over(self, node, "a number made of sizes by what kernels have no code for")
             try:
                 result = row.lower(self, node, args, kwargs)
             except Declined as e:

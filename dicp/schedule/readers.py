@@ -13,9 +13,10 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.value import Shape, Value
+from dicp.ops.aliases import view_root
 from dicp.ops.table import table
 from dicp.schedule.defs import Buffer
-from dicp.schedule.traced import is_view, reduces, view_root
+from dicp.schedule.traced import is_view, reduces
 
 MAX_LOADS = 16  # reads inlined into one expression before it is materialised
 MAX_COST = 160  # adds inlined into one expression before it is materialised

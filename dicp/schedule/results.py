@@ -12,6 +12,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
+from dicp.ops.aliases import view_root
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
 from dicp.schedule.defs import Buffer, Call, Host, Pointwise, Raw, View, views
@@ -23,7 +24,7 @@ from dicp.schedule.strides import (
     no_overlap,
     strides_agree,
 )
-from dicp.schedule.traced import note_of, view_root
+from dicp.schedule.traced import note_of
 
 if TYPE_CHECKING:
     from dicp.schedule.lower import Lowering
@@ -43,13 +44,13 @@ def finish(low: Lowering, node: fx.Node) -> None:
     returned = [outputs[k] for k in range(len(results))]
     sources = [_mutation_source(low, ph, src, mutated) for ph, src in low.mutations]
     for (ph, src), value in zip(low.mutations, sources, strict=True):
-        buffer = low.out.buffers[ph.name]
-        if isinstance(value, Buffer):
-            overwrite(low, _copy_of(ph, src), buffer, value)
+        over = low.values[ph] if isinstance(low.values[ph], Raw) else low.out.buffers[ph.name]
+        if isinstance(over, Raw) or isinstance(value, (Buffer, Raw)):
+            overwrite(low, _copy_of(ph, src), over, value)
         elif value is not None:
-            idx = low.index_vars(buffer.shape)
+            idx = low.index_vars(over.shape)
             low.out.defs.append(
-                Pointwise((buffer,), f"copy_ into {ph.name}", loop_vars(idx), value(idx), idx)
+                Pointwise((over,), f"copy_ into {ph.name}", loop_vars(idx), value(idx), idx)
             )
     low.out.outputs = returned
     _drop_views(low, node)
@@ -58,11 +59,13 @@ def finish(low: Lowering, node: fx.Node) -> None:
 def _drop_views(low: Lowering, output: fx.Node) -> None:
     """Without the calls that make views which are returned where they lie, and which nothing else reads."""
     returned = {v.buffer.name for v in views(low.out.outputs)}
+    returned |= {o.name for o in low.out.outputs if isinstance(o, Raw)}
     unread: set[fx.Node] = {output}
     for d in reversed(low.out.defs):
         if not isinstance(d, Call) or d.host or not unread.issuperset(d.node.users):
             continue  # a host's call finds out sizes
-        if _is_view(d.node) and all(b is None or b.name not in returned for b in d.outputs):
+        made = {b.name for b in (*d.outputs, *d.results) if isinstance(b, (Buffer, Raw))}
+        if _is_view(d.node) and not made & returned:
             unread.add(d.node)
     low.out.defs[:] = [d for d in low.out.defs if not isinstance(d, Call) or d.host or d.node not in unread]
 
@@ -80,10 +83,16 @@ def _copy_of(ph: fx.Node, src: fx.Node) -> fx.Node:
     return next(u for u in ph.users if u.target is aten.copy_.default and u.args[:2] == (ph, src))
 
 
-def _mutation_source(low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]) -> Value | Buffer | None:
+def _mutation_source(
+    low: Lowering, ph: fx.Node, src: fx.Node, mutated: set[str]
+) -> Value | Buffer | Raw | None:
     """What is written over a graph input, a Buffer where no kernel can; materialised first when it reads
     memory that is about to change. None: it is there already."""
     value = low.values[src]
+    if isinstance(value, Raw):
+        return value
+    if isinstance(low.values[ph], Raw):
+        return _held(low, ph, src, mutated)
     shape, dtype = low.meta(ph)
     if src in low.in_place and _is_whole(low, value, low.out.buffers[ph.name]):
         return None

@@ -31,6 +31,13 @@ class Symbols:
         self.quotients: dict[sympy.Expr, Index] = {}  # what floor divisions are
         self.hints: dict[Var, int] = {}  # values in the example
         self.given: set[sympy.Symbol] = set()  # known when the program starts: its inputs tell them
+        self.lengths: set[sympy.Expr] = set()  # what is the size of a tensor, and so not negative
+
+    def length(self, n: int | torch.SymInt) -> Index:
+        """The size of a tensor as an Index. Sizes come before what is made of them."""
+        if isinstance(n, torch.SymInt):
+            self.lengths.add(n.node.expr)
+        return self.index(n)
 
     def index(self, value: Any) -> Index:
         """An int, SymInt or sympy expression as an Index."""
@@ -171,15 +178,16 @@ class Symbols:
             self.expressions[var] = s
         return self.backed[s]
 
-    def _low(self, e: sympy.Expr) -> int:
-        """A lower bound of a size, at least 0 (sizes are not negative)."""
+    def _low(self, e: sympy.Expr) -> int | None:
+        """A lower bound that is not negative; None where there is none: of numbers that are no sizes."""
+        unbound = 0 if e in self.lengths or e.is_nonnegative else None
         if self.shape_env is None:
-            return 0
+            return unbound
         try:
             low = self.shape_env.bound_sympy(e).lower
         except (AttributeError, KeyError, TypeError, ValueError):
-            return 0
-        return int(low) if isinstance(low, (int, sympy.Integer)) and low > 0 else 0
+            return unbound
+        return int(low) if isinstance(low, (int, sympy.Integer)) and low >= 0 else unbound
 
 
 def _shifted_quotient(e: sympy.Add) -> tuple[sympy.Expr | None, int]:

@@ -68,7 +68,8 @@ class Machine:
     `most_columns` times where neighbouring results are contiguous.
     launch_bytes: what it moves in the time that one kernel more takes; kernels of one iteration space that
     move less together become one. shared_row: elements of a contiguous row that later phases read again from
-    a cache that all threads share, if that holds more of them than `cache_bytes` does.
+    a cache that all threads share, if that holds more of them than `cache_bytes` does. device: the torch type
+    of the tensors that programs take here; None: the one that the vendor serves, or whichever they are.
     """
 
     threads: int
@@ -81,6 +82,7 @@ class Machine:
     most_columns: int = 16
     launch_bytes: int = 0
     shared_row: int = 0
+    device: str | None = None
 
     @property
     def row(self) -> int:

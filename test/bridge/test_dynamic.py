@@ -329,6 +329,76 @@ def test_memory_of_sizes_that_look_negative() -> None:
     torch.testing.assert_close(*grads)
 
 
+def written(x, k):
+    x = x * 1.5
+    x[k] = 7.0
+    x[k:] *= 2
+    return x
+
+
+NUMBERS = {
+    "element": lambda x, k: x[k] * 2,
+    "from": lambda x, k: x[k:] * 2,
+    "up_to": lambda x, k: x[:k] * 2,
+    "two_parts": lambda x, k: torch.cat([x[k:], x[:k]]),
+    "written": written,
+    "put_into_copy": lambda x, k: torch.select_scatter(x[:, None] * x, x, 0, k),
+    "remainder": lambda x, k: x * (k % 3),
+    "quotient": lambda x, k: x * (k // 3),
+    "turned": lambda x, k: x.roll(-k) + x.roll(k, 0),
+    "padded": lambda x, k: F.pad(x, (-k, k + 9)) + 1,
+    "diagonals": lambda x, k: (x[:, None] * x).tril(k) + torch.eye(8).triu(k - 1),
+    "range": lambda x, k: torch.arange(k, k + 8) * k + x,
+    "times_positions": lambda x, k: torch.arange(8) * k + (torch.arange(8) * k > k - 3) * x,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_negative(name: str) -> None:
+    """A number that varies is no size: it was taken for one, and read, wrote and divided so. Whichever sign it has
+    while tracing, it has the other later."""
+    fn = NUMBERS[name]
+    for numbers in ((-3, -5, 2, -8), (2, 3, -4, 7)):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="dicp_cpu", dynamic=True, fullgraph=True)
+        for k in numbers:
+            x = r(8)
+            close(compiled(x.clone(), k), fn(x.clone(), k), f"{name} at {k}")
+
+
+def test_the_second_number_makes_it_vary() -> None:
+    compiled = torch.compile(lambda x, k: x[k] * 2, backend="dicp_cpu", fullgraph=True)
+    x = r(8)
+    assert [compiled(x, k).item() for k in (-1, -2, 3)] == [2 * x[k].item() for k in (-1, -2, 3)]
+
+
+POSITIONS = {
+    "element": lambda x, k: x[k.item()] * 2,
+    "written": lambda x, k: written(x, k.item()),
+    "arithmetic": lambda x, k: x * (k.item() % 3) + k.item() // 3 + torch.arange(8) * k.item(),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_read_from_data_may_be_negative(name: str) -> None:
+    fn = POSITIONS[name]
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(fn, backend="dicp_cpu", fullgraph=True)
+        for k in (2, -2, -8, 0, 7):
+            x = r(8)
+            close(compiled(x.clone(), torch.tensor(k)), fn(x.clone(), torch.tensor(k)), f"{name} at {k}")
+        for k in (8, -9) if name == "element" else ():
+            with pytest.raises(IndexError):
+                compiled(r(8), torch.tensor(k))
+
+
+def test_a_rounded_number_made_of_sizes_is_the_hosts() -> None:
+    compiled = torch.compile(lambda x: x * round(x.shape[0] * 0.3, 1), backend="dicp_cpu", dynamic=True)
+    for n in (7, 9):
+        x = r(n)
+        close(compiled(x), x * round(n * 0.3, 1))
+
+
 FROM_DATA = {
     "pieces": lambda x, k: [t * 2 for t in torch.tensor_split(x, torch.stack([k, k + 9, k - 3]), dim=1)],
     "views": lambda x, k: torch.tensor_split(x, torch.stack([k, k + 1]), dim=1),

@@ -157,6 +157,18 @@ def test_gradient_of_a_strided_output() -> None:
         torch._dynamo.reset()
 
 
+def test_hooks_may_lay_saved_values_out_anew() -> None:
+    """The backward took them as they were planned: columns of gradients were exchanged, without a word."""
+    x = r(6, 4).t().requires_grad_()
+    f = torch.compile(lambda x: x.sin() * x, backend="dicp_cpu", dynamic=True)
+    for columns in (4, 5):  # the sizes of both backwards are symbolic
+        x = r(6, columns).t().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t):
+            y = f(x)
+        (mine,) = torch.autograd.grad(y, x, torch.ones(columns, 6))
+        torch.testing.assert_close(mine, x.detach().cos() * x.detach() + x.detach().sin())
+
+
 def test_saved_values_survive_a_later_call() -> None:
     f = torch.compile(lambda x: (x.exp().sin() * x).sum(), backend="dicp_cpu")
     x = r(300).requires_grad_()

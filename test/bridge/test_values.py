@@ -104,8 +104,64 @@ EDGES = {
     "five_dims_permuted": (lambda x: x.permute(0, 2, 4, 1, 3).contiguous() + 1, r(2, 3, 4, 5, 6)),
     "float_argument": (lambda x, s: x * s, r(4), 2.5),
     "none_and_strings": (lambda x, mode: x * (2 if mode == "a" else 3), r(4), "b"),
+    "whole_numbers_wrapped": (
+        lambda x: (
+            torch.full((3,), 300).to(torch.uint8).long() + x,
+            torch.full((3,), 200, dtype=torch.uint8).to(torch.int8) + x,
+            (torch.full((3,), 2**62) * 4 == 0) + x,
+            torch.arange(3) * 2**40 * 2**40 + x,
+        ),
+        torch.arange(3),
+    ),
+    "numbers_rounded": (
+        lambda x: (
+            torch.full((3,), 0.1).double() * 1e16 - 1e15 + x,
+            torch.full((3,), 1e300, dtype=torch.float64).float().double() + x,
+            torch.full((3,), 0.1) == torch.full((3,), 0.10000000149),
+        ),
+        torch.zeros(3, dtype=torch.float64),
+    ),
+    "large_numbers_beside_a_threshold": (lambda x: F.threshold(x, 0.5, 0.5) - x, torch.tensor([2**40 + 1, -3])),
+    "number_among_large_boundaries": (
+        lambda x: (torch.bucketize(2**24 + 1, x), torch.bucketize(0.1, x * 0.1), torch.bucketize(0.5, x)),
+        torch.tensor([2**24, 2**24 + 1, 2**24 + 2]),
+    ),
+    "number_among_double_boundaries": (lambda x: torch.bucketize(0.1, x), torch.tensor([0.1], dtype=torch.float64)),
+    "whole_range_from_a_fraction": (lambda x: (torch.arange(0.5, 5, dtype=torch.int64) >= 0.5) & x, r(5) > -9),
+    "int8_weight_repeated_by_its_scale": (
+        lambda x, w, s: x @ (w.float() * s).t(),
+        r(4, 64),
+        torch.randint(-9, 9, (1, 64), dtype=torch.int8),
+        r(32, 1),
+    ),
+    "windows_masked_by_their_kind": (
+        lambda q, k, v, m: (
+            (q * 0.1 @ k.transpose(-2, -1)).view(2, 4, 16, 16) + torch.where(m, 0.0, -100.0)
+        ).softmax(-1).view(8, 1, 16, 16) @ v,
+        *(r(8, 1, 16, 8) for _ in "qkv"),
+        r(4, 16, 16) > 0,
+    ),
+    "added_into_zeros_of_other_strides": (
+        lambda x, i, v: torch.zeros(9, 4).index_put((i,), v, accumulate=True) + x,
+        r(4, 9).t(),
+        torch.tensor([1, 2, 2]),
+        r(3, 4),
+    ),
     "random_like": (lambda x: torch.zeros_like(x) + torch.full((3,), 7) + torch.arange(3), r(3)),
 }
+
+
+def test_a_window_at_a_place_in_an_inputs_memory() -> None:
+    """The place counts from where that memory begins, not the input; where inputs begin has no guard."""
+    base = torch.arange(40.0)
+
+    def windows(x, y):
+        return torch.as_strided(x, (3, 2), (2, 1), 1) + 1, torch.as_strided_scatter(x, y, (3, 2), (2, 1), 1)
+
+    compiled = torch.compile(windows, backend="dicp_cpu", fullgraph=True)
+    for begin in (0, 5, 10):
+        x, y = base[begin : begin + 30], r(3, 2)
+        close(compiled(x, y), windows(x, y), f"from {begin}")
 
 
 @pytest.mark.parametrize("name", EDGES)

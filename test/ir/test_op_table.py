@@ -180,7 +180,7 @@ VIEWS: list[Case] = [
     (aten.slice.Tensor, (f(7, 3), 1, -9, 99)), (aten.slice.Tensor, (f(7, 3), 0, 5, 2)),
     (aten.split.Tensor, (f(7, 3), 3)), (aten.split_with_sizes.default, (f(7, 3), [2, 0, 5])),
     (aten.chunk.default, (f(2, 7), 3, 1)), (aten.unbind.int, (f(2, 3), 1)),
-    (aten.as_strided.default, (f(4, 4), [2, 3], [4, 2], 1)), (aten.diagonal.default, (f(3, 4, 5), 1, 1, -1)),
+    (aten.as_strided.default, (f(4, 4), [2, 3], [4, 2])), (aten.diagonal.default, (f(3, 4, 5), 1, 1, -1)),
     (aten.diagonal.default, (f(3, 4), -1)), (aten.unfold.default, (f(7, 2), 0, 3, 2)),
     (aten.movedim.int, (f(2, 3, 4), 0, 2)), (aten.movedim.intlist, (f(2, 3, 4), [0, 1], [2, 0])),
     (aten.flip.default, (f(2, 3, 4), [0, -1])), (aten.flip.default, (f(), [])),

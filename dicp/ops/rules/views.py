@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from dicp.compat import known_equal, size_hint
+from dicp.compat import is_traced, known_equal, size_hint
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index
 from dicp.ir.value import Builder, Indices, Shape, Value
+from dicp.ops.aliases import view_root
 from dicp.ops.rules.pointwise import broadcast, constant, convert
 from dicp.ops.table import Declined, Row, row
 
@@ -151,8 +152,17 @@ def broadcast_in_dim(b: Builder, node: torch.fx.Node, x: Value, shape: list[Inde
 
 def select(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Index) -> Value:
     dim = wrap_dim(dim, len(x.shape))
-    at = from_end(index, x.shape[dim], node.args[2])
+    given = node.args[2]
+    guarded = known_to_tracing(given)  # its sign, by torch
+    at = from_end(index, x.shape[dim], given) if guarded else looked_up(b, index, x.shape[dim], "select")
     return reindexed(x, dropped(x.shape, dim), lambda idx: inserted(idx, dim, at))
+
+
+def looked_up(b: Builder, i: Index, size: Index, what: str) -> Index:
+    """A position that counts from the end when negative, and of which no guard tells: checked at run time."""
+    if isinstance(i, int):
+        return from_end(i, size, i)
+    return i if ix.in_range(i, size) else b.indirect(ex.index_value(i), size, what)
 
 
 def known(proved: bool, refuted: bool, hint: bool) -> bool:
@@ -163,6 +173,11 @@ def known(proved: bool, refuted: bool, hint: bool) -> bool:
 def hint_of(given: Any) -> int:
     """The value that a size argument of a node had while tracing."""
     return size_hint(given.meta["val"] if isinstance(given, torch.fx.Node) else given, fallback=0)
+
+
+def known_to_tracing(given: Any) -> bool:
+    """Whether a size argument of a node had a value while tracing; one read from data has none."""
+    return is_traced(given.meta["val"] if isinstance(given, torch.fx.Node) else given)
 
 
 def from_end(i: Index, size: Index, given: Any) -> Index:
@@ -177,6 +192,10 @@ def slice_start(node: torch.fx.Node, start: Any, size: Index, dim: int, given: A
     """First position of a slice, limited to [0, size]."""
     if start is None:
         return 0
+    if not known_to_tracing(given):
+        at, end = ex.index_value(start), ex.index_value(size)
+        at = ex.where(ex.binary("lt", at, 0), ex.binary("add", at, end), at)
+        return ix.of(ix.Opaque(ex.binary("maximum", ex.binary("minimum", at, end), 0), size + 1))
     first = from_end(start, size, given)
     if isinstance(first, int) and isinstance(size, int):
         return min(max(first, 0), size)
@@ -224,7 +243,7 @@ def unbind(b: Builder, node: torch.fx.Node, x: Value, dim: int = 0) -> tuple[Val
 def as_strided(b: Builder, node: torch.fx.Node, x: Value, size: list[Index], stride: list[Index],
                storage_offset: Index | None = None) -> Value:
     """A window on the elements of x in the order of its memory."""
-    order = memory_order(node, x.shape, size, stride, storage_offset or 0)
+    order = memory_order(node, x.shape, size, stride, storage_offset)
     flat = reshape(permuted(x, order), (ix.product(x.shape),))
     return reindexed(flat, tuple(size), lambda idx: (position(idx, stride, storage_offset or 0),))
 
@@ -235,10 +254,13 @@ def position(idx: Sequence[Index], stride: Sequence[Index], first: Index) -> Ind
 
 
 def memory_order(
-    node: torch.fx.Node, shape: Shape, size: Sequence[Index], stride: Sequence[Index], first: Index
+    node: torch.fx.Node, shape: Shape, size: Sequence[Index], stride: Sequence[Index], first: Index | None
 ) -> list[int]:
     """The dims of the node's operand from outermost to innermost in memory, of which it must fill a stretch
-    that holds the window. Declined otherwise: what else lies in its memory is not known."""
+    that holds the window. Declined otherwise: what else lies in its memory is not known. Declined as well
+    where the window begins at a place (`first`) in the memory of an input: where those begin has no guard."""
+    if first is not None and view_root(node.args[0]).op == "placeholder":  # type: ignore[arg-type]
+        raise Declined("as_strided of an input from a place in its memory")
     base = node.args[0].meta["val"]  # type: ignore[union-attr]
     order = sorted(range(base.dim()), key=lambda d: -size_hint(base.stride(d), 0))
     step: Any = 1
@@ -248,7 +270,7 @@ def memory_order(
         step = step * base.shape[d]
     if not known_equal(base.storage_offset(), 0):
         raise Declined("as_strided of a part of some memory")
-    top = position([n - 1 for n in size], stride, first)
+    top = position([n - 1 for n in size], stride, first or 0)
     if 0 not in size and not ix.nonnegative(ix.product(shape) - 1 - top):
         raise Declined("as_strided beyond the elements of its operand")
     return order
@@ -327,7 +349,7 @@ def movedim(b: Builder, node: torch.fx.Node, x: Value, source: Any, destination:
 
 def select_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, dim: int, index: Index) -> Value:
     dim = wrap_dim(dim, len(x.shape))
-    at = from_end(index, x.shape[dim], node.args[3])
+    at = looked_up(b, index, x.shape[dim], "select_scatter")
     src = broadcast(convert(src, x.dtype), dropped(x.shape, dim))
     return choose(lambda idx: same(idx[dim], at), reindexed(src, x.shape, lambda idx: dropped(idx, dim)), x)
 

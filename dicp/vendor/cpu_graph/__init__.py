@@ -57,7 +57,7 @@ class CpuGraph:
 
         from dicp.vendor.cpu_graph.toolchain import lanes
 
-        return Machine(torch.get_num_threads(), lanes(config))
+        return Machine(torch.get_num_threads(), lanes(config), device="cpu")
 
     def matmul_pays(self, part: str, conv: Any) -> bool:
         """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""

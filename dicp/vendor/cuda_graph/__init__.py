@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -100,12 +101,14 @@ class CudaGraph:
         return on_host if config.interpret else GpuClock()
 
     def machine(self, config: Any) -> Machine:
-        if config.interpret or not torch.cuda.is_available():
+        if config.interpret:
+            return Machine(torch.get_num_threads(), device="cpu")
+        if not torch.cuda.is_available():
             return Machine(torch.get_num_threads())
         # A row is a block, and four rows a thread are wanted: one block for each multiprocessor. A power of
         # two, because it has to divide what is split.
         quarter = max(torch.cuda.get_device_properties().multi_processor_count // 4, 1)
-        return gpu(1 << quarter.bit_length() - 1)
+        return dataclasses.replace(gpu(1 << quarter.bit_length() - 1), device="cuda")
 
     def ceilings(self, dtype: torch.dtype) -> tuple[list[Load], Load]:
         """A large product, and a copy, of which each byte is read and written (dicp.bench)."""

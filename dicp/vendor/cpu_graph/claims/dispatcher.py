@@ -13,9 +13,10 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 
+from dicp.ops.aliases import returns_views
 from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import no_overlap
-from dicp.schedule.traced import is_strided, returns_views
+from dicp.schedule.traced import is_strided
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import SHIM, aten, full_args
 from dicp.vendor.cpu_graph.segment import DTYPE_CODES
