@@ -356,6 +356,29 @@ def nonnegative(x: Index) -> bool:
     return low >= 0
 
 
+def reach(x: Index) -> list[Index]:
+    """Indices over size symbols of which the largest is not below the magnitude of x, nor below those of its
+    parts as it is computed. Several where symbols may be negative: those count with either sign."""
+    signed = [a for a in atoms(x) if isinstance(a, Var) and a.signed]
+    out = [_reach(x)]
+    for a in signed:
+        out += [substitute(r, {a: -of(a)}) for r in out]
+    return out
+
+
+def _reach(x: Index) -> Index:
+    if isinstance(x, int):
+        return abs(x)
+    return sum((abs(coef) * product(_atom_reach(a) for a in mono) for mono, coef in x.terms), 0)
+
+
+def _atom_reach(a: Atom) -> Index:
+    if isinstance(a, (Var, Opaque)):
+        return (of(a) if isinstance(a, Var) else 0) if a.size is None else a.size
+    assert isinstance(a, _Pair)
+    return _reach(a.num if isinstance(a, Div) else a.den)
+
+
 def in_range(x: Index, size: Index) -> bool:
     """Whether 0 <= x < size is proven."""
     low = limit(x, upper=False)

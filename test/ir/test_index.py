@@ -15,14 +15,15 @@ from dicp.ir.index import Index, Var
 I, J, K = (Var(n, s) for n, s in zip("ijk", (4, 6, 5), strict=True))
 S = Var("s0", None, 2)  # a size symbol, at least 2
 N = Var("n", ix.of(S))  # a loop over it
-i, j, k, s, n = map(ix.of, (I, J, K, S, N))
+Z = Var("z", None, None)  # a number that may be negative
+i, j, k, s, n, z = map(ix.of, (I, J, K, S, N, Z))
 
 
 def points() -> Iterator[dict[str, int]]:
     """Every admissible value of the variables, for a few values of the symbol."""
     for size in (2, 3, 7):
         for a, b, c, d in itertools.product(range(4), range(0, 6, 2), range(0, 5, 2), range(size)):
-            yield {"i": a, "j": b + (a + d) % 2, "k": c, "s0": size, "n": d}
+            yield {"i": a, "j": b + (a + d) % 2, "k": c, "s0": size, "n": d, "z": (a + b + c) % 7 - 4}
 
 
 def value(x: Index, at: dict[str, int]) -> int:
@@ -33,7 +34,7 @@ def same(x: Index, y: Index) -> bool:
     return all(value(x, at) == value(y, at) for at in points())
 
 
-LEAVES = [i, j, k, s, n, 1, 2, 3, 4, 6, 12, -1, -5]
+LEAVES = [i, j, k, s, n, z, 1, 2, 3, 4, 6, 12, -1, -5]
 
 
 @st.composite
@@ -84,6 +85,19 @@ def test_proofs_hold(x: Index, size: Index) -> None:
         assert all(value(x, at) >= 0 for at in points())
     if ix.in_range(x, size):
         assert all(0 <= value(x, at) < value(size, at) for at in points())
+
+
+@settings(max_examples=150, deadline=None)
+@given(indices(3))
+def test_nothing_reaches_further(x: Index) -> None:
+    reached = ix.reach(x)
+    for at in points():
+        assert abs(value(x, at)) <= max(value(r, at) for r in reached), (x, reached, at)
+
+
+def test_a_number_that_may_be_negative_proves_nothing() -> None:
+    assert not ix.nonnegative(z) and not ix.nonnegative(z + 3) and not ix.in_range(i * z, 12 * s)
+    assert ix.nonnegative(z - z) and ix.in_range(ix.mod(z, 3), 3)
 
 
 @settings(max_examples=100, deadline=None)

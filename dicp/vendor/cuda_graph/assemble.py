@@ -284,9 +284,12 @@ class DeviceRunner(Runner):
         return f"{address} + {v.buffer.dtype.itemsize} * ({host_text(v.offset)})"
 
     def _wide(self, launch: Launch) -> str:
-        """Whether positions need 64 bits; found at each call when sizes are symbolic."""
+        """Whether positions, or numbers made of them, need 64 bits; found at each call when sizes are
+        symbolic."""
         extents = [ix.product(a.size for a in launch.kernel.axes)]
-        return self._wide_of([*extents, *(b.span for b in launch.buffers)])
+        values = [e.args[0] for s in launch.kernel.body for e in s.expressions if e.op == "index"]
+        reached = (r for i in values for r in ix.reach(i))
+        return self._wide_of([*extents, *(b.span for b in launch.buffers), *reached])
 
     def _wide_of(self, spans: Iterable[Index]) -> str:
         from dicp.vendor.cuda_graph.launch import WIDE

@@ -65,6 +65,11 @@ INTEGERS: dict[str, Fn] = {
     "one_update": lambda: torch.ones(1).bfloat16().index_add(0, SPOT[:1] - 1, torch.ones(1).bfloat16()),
     "arange_of_fractions": lambda: torch.arange(0.1, -7.9, -4.0, dtype=torch.int64),
     "bits": lambda: torch.arange(40) & 12 | 3,
+    "beyond_32_bits": lambda: (
+        torch.arange(1 << 17) * 100000,
+        torch.arange(1 << 17) * torch.arange(1 << 17) % 7,
+        (torch.arange(9) + 2**40) // 3,
+    ),
 }
 
 
@@ -101,6 +106,15 @@ def test_integers(name: str, compiled: Any) -> None:
     want = INTEGERS[name]()
     torch.manual_seed(0)
     torch.testing.assert_close(compiled(INTEGERS[name])(), want)
+
+
+def test_numbers_that_vary_may_be_negative_and_large(compiled: Any) -> None:
+    def f(x: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+        return x[k % 8], x[-1 if k < 0 else 1 :], torch.arange(8) * k, x * (k % 3) + k // 3
+
+    fn, x = compiled(f, dynamic=True), torch.arange(8.0)
+    for k in (-3, -5, 2, 10**12, -(10**12)):
+        torch.testing.assert_close(fn(x, k), f(x, k))
 
 
 def test_sizes_that_change(compiled: Any) -> None:
