@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ def compile_joint(
     stored = autograd.must_save() or (not watched() and saved.can_save(gm, vendor, config))
     note_recompile(config)
     tag = saved.cache_tag(vendor, config) if stored else None
+    if tag is not None and saved.varying_floats(gm):
+        tag += os.urandom(16).hex()  # it has to be written, and must not be found
     with saved.loading_under(vendor, config):
         shortcut = None if tag is None else autograd.Shortcut(gm, example_inputs, tag)
         found = None if shortcut is None else shortcut.load()

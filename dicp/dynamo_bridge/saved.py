@@ -140,10 +140,16 @@ def can_save(gm: fx.GraphModule, vendor: Any, config: Config) -> bool:
     """Whether the results for a graph may come from, and go to, torch's cache.
 
     Not where somebody watches the compile, and not where a result would hold values that the key does not
-    know: tensors that are constants of Dynamo's graph.
+    know: tensors that are constants of Dynamo's graph, and floats that vary.
     """
     watched = config.dump is not None or config.debug >= 2 or config.verify
-    return hasattr(vendor, "load") and not watched and not _constants(gm)
+    return hasattr(vendor, "load") and not watched and not _constants(gm) and not varying_floats(gm)
+
+
+def varying_floats(gm: fx.GraphModule) -> bool:
+    """Whether a float of the caller's is a symbol. Tracing may settle its value and guard it, but torch's key
+    does not know it, and what comes from the cache brings no guard."""
+    return any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in gm.graph.nodes)
 
 
 def _constants(gm: fx.GraphModule) -> bool:

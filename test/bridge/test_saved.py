@@ -284,6 +284,17 @@ def test_not_stored(arguments: Any) -> None:
     assert not found["saved"] and not found["miss"]
 
 
+def test_floats_that_vary_are_compiled_each(own_torch_caches: Path) -> None:
+    """Tracing settles what they are, with a guard; from the cache came one's program without it, for another."""
+    for values in ((0.5, -1.5, 2.0), (7.0, 8.0)):
+        torch._dynamo.reset()  # the second time as a process that finds what the first has left
+        run = torch.compile(lambda x, a: (x + a, a * 2, x.clamp(max=a)), backend="dicp_cpu")
+        for a in values:
+            x = torch.full((2,), 3.0)
+            y, twice, least = run(x, a)
+            assert (y[0].item(), twice, least[0].item()) == (3 + a, 2 * a, min(3.0, a))
+
+
 def test_watched_compiles_are_compiles(arguments: Any) -> None:
     from dicp.compiler import observe
 

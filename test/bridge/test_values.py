@@ -127,6 +127,24 @@ EDGES = {
         torch.tensor([2**24, 2**24 + 1, 2**24 + 2]),
     ),
     "number_among_double_boundaries": (lambda x: torch.bucketize(0.1, x), torch.tensor([0.1], dtype=torch.float64)),
+    "whole_steps_between_fractions": (
+        lambda x: (torch.linspace(-3, 3.9, 7, dtype=torch.int64) + x, torch.linspace(-3.7, 9, 7, dtype=torch.int32)),
+        torch.arange(7),
+    ),
+    "sign_of_zero_through_tanh": (lambda x: (1 / torch.tanh(x), torch.tanh(x)), torch.tensor([-0.0, 0.0, 1e-30] * 7)),
+    "roots_of_half": (lambda x: (x**0.5, x**-0.5), torch.tensor([-INF, -0.0, 4.0, INF]).half()),
+    "steps_of_what_half_holds": (
+        lambda x: (
+            (x * 1e-10).bool(),
+            (x * 1e-10).any(),
+            (x * 1e-10).sign(),
+            F.threshold(x * 1e-10, 0, 5),
+            (x * 1.001).int(),
+            F.hardshrink(x * 1e-10, 0),
+            torch.heaviside(x * 1e-10, x),
+        ),
+        (torch.arange(1, 2048) / 1.7).half(),
+    ),
     "whole_range_from_a_fraction": (lambda x: (torch.arange(0.5, 5, dtype=torch.int64) >= 0.5) & x, r(5) > -9),
     "int8_weight_repeated_by_its_scale": (
         lambda x, w, s: x @ (w.float() * s).t(),

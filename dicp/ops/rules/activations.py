@@ -105,7 +105,7 @@ def threshold(x: Expr, threshold: Any, value: Any) -> Expr:
 def rows() -> Iterator[Row]:
     aten = torch.ops.aten
     yield elementwise("relu", aten.relu.default, body=lambda x: s.maximum(x, 0))
-    yield elementwise("threshold", aten.threshold.default, body=threshold)
+    yield elementwise("threshold", aten.threshold.default, body=threshold, stepped=True)
     yield elementwise("threshold_backward", aten.threshold_backward.default,
                       body=lambda grad, x, threshold: s.where(x <= threshold, 0, grad))
     yield elementwise("sigmoid", aten.sigmoid.default, body=s.sigmoid, promote="INT_TO_FLOAT")
@@ -139,7 +139,7 @@ def rows() -> Iterator[Row]:
     yield elementwise("hardswish", aten.hardswish.default, body=lambda x: x * hard_clip(x) / 6)
     yield elementwise("hardswish_backward", aten.hardswish_backward.default, body=hardswish_backward)
     yield elementwise("softshrink", aten.softshrink.default, body=softshrink)
-    yield elementwise("hardshrink", aten.hardshrink.default,
+    yield elementwise("hardshrink", aten.hardshrink.default, stepped=True,
                       body=lambda x, lambd=0.5: s.where(s.land(x >= -lambd, x <= lambd), 0, x))
     yield elementwise("shrink_backward", aten.softshrink_backward.default, aten.hardshrink_backward.default,
                       body=lambda grad, x, lambd: s.where(s.lor(x < -lambd, x > lambd), grad, 0))

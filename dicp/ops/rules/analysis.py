@@ -105,7 +105,7 @@ def rows() -> Iterator[Row]:
         "copysign", aten.copysign.Tensor, aten.copysign.Scalar, body=s.copysign, promote="INT_TO_FLOAT"
     )
     yield row("nextafter", aten.nextafter.default, kind="elementwise", rule=nextafter)
-    yield elementwise("heaviside", aten.heaviside.default,
+    yield elementwise("heaviside", aten.heaviside.default, stepped=True,
                       body=lambda x, values: s.where(s.eq(x, 0), values, s.cast(x > 0, values.dtype)))
     yield elementwise("xlogy", aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, body=xlogy,
                       promote="INT_TO_FLOAT")

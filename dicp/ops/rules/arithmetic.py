@@ -64,6 +64,10 @@ def power_rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Va
     exponent = binding.operands[1][1]
     if isinstance(exponent, int) and exponent < 0 and not b.meta(node)[1].is_floating_point:
         raise Declined("an integer to a negative power, an error in eager")
+    base = binding.operands[0][1]
+    roots = exponent in (0.5, -0.5) if isinstance(exponent, float) else False
+    if roots and isinstance(base, Value) and base.dtype == torch.float16:
+        return apply_body(s.pow_, "DEFAULT", binding, *b.meta(node))  # as eager's: of -inf and -0 they differ
     return apply_body(power, "DEFAULT", binding, *b.meta(node))
 
 
@@ -147,7 +151,7 @@ def arithmetic_rows() -> Iterator[Row]:
     yield elementwise("neg", aten.neg.default, prims.neg.default, body=s.neg)
     yield elementwise("abs", aten.abs.default, prims.abs.default,
                       body=lambda x: x if x.dtype == torch.bool else s.sabs(x))
-    yield elementwise("sign", aten.sign.default, aten.sgn.default,
+    yield elementwise("sign", aten.sign.default, aten.sgn.default, stepped=True,
                       body=lambda x: x if x.dtype == torch.bool else s.sign(x))
     yield elementwise("gcd", aten.gcd.default, body=s.gcd)
     yield elementwise("lcm", aten.lcm.default, body=s.lcm)

@@ -61,6 +61,8 @@ def linspace(b: Builder, node: torch.fx.Node, start: Any, end: Any, steps: Index
     """Counted from the nearer end, so that both ends are exact."""
     shape, dtype = b.meta(node)
     kind = ex.compute_dtype(dtype) if dtype.is_floating_point else torch.float64
+    if not dtype.is_floating_point:  # the ends are what the dtype holds of them
+        start, end = (int(v) if isinstance(v, float) else v for v in (start, end))
     first, last = scalar_expr(start, kind), scalar_expr(end, kind)
     if steps == 1:
         return constant(start, shape, dtype)

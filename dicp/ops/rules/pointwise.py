@@ -55,12 +55,13 @@ def broadcast(x: Value, shape: Shape) -> Value:
 
 
 def convert(x: Value, dtype: torch.dtype) -> Value:
-    """x cast as the user asked: rounded to the values of a low-precision dtype."""
-    return (
-        x
-        if x.dtype == dtype
-        else Value(x.shape, dtype, lambda idx: ex.round_to(ex.cast(x(idx), dtype), dtype))
-    )
+    """x cast as the user asked: rounded to the values of a low-precision dtype. Whole numbers and truths are
+    those of x as torch holds it."""
+    if x.dtype == dtype:
+        return x
+    if not dtype.is_floating_point:
+        return Value(x.shape, dtype, lambda idx: ex.cast(ex.round_to(x(idx), x.dtype), dtype))
+    return Value(x.shape, dtype, lambda idx: ex.round_to(ex.cast(x(idx), dtype), dtype))
 
 
 def retyped(x: Value, dtype: torch.dtype) -> Value:

@@ -97,7 +97,10 @@ def truth(kind: ReduceKind) -> Rule:
     def rule(b: Builder, node: torch.fx.Node, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
         out = b.meta(node)[1]
         return retyped(
-            reduce_over(b, kind, x, dim, keepdim, torch.bool, lambda e: ex.cast(e, torch.bool)), out
+            reduce_over(
+                b, kind, x, dim, keepdim, torch.bool, lambda e: ex.cast(ex.round_to(e, x.dtype), torch.bool)
+            ),
+            out,
         )
 
     return rule

@@ -102,6 +102,26 @@ def test_few_rows_of_columns(dtype: torch.dtype) -> None:
         check(fn, x, w, b, claim=("tiles", "tiles of pairs"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_nothing(dtype: torch.dtype) -> None:
+    """A depth that only the data tells may be 0: results were what memory held."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        i = keep.nonzero().squeeze(1)
+        return a[:, i] @ b[i], F.linear(a[:, i], b[i].t(), bias).relu()
+
+    a, b, bias = (torch.randn(shape).to(dtype) for shape in ((150, 90), (90, 140), (140,)))
+    seen: list[Compiled] = []
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), observe(seen.append):
+        run = torch.compile(fn, backend="dicp_cpu", fullgraph=True)
+        for many in (90, 7, 0):
+            keep = torch.arange(90) < many
+            tolerance = dict(rtol=2e-2, atol=0.2) if dtype != torch.float32 else dict(rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(run(a, b, bias, keep), fn(a, b, bias, keep), **tolerance)
+    names = [c.claim.name for s in seen for c in s.program.library_calls]
+    assert [name for name in names if "tiles" in name]
+
+
 @pytest.mark.chosen
 @pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
 @pytest.mark.parametrize("rows, depth, columns", [(17, 302, 517), (128, 2050, 600), (49, 1024, 1100), (33, 1026, 333)])

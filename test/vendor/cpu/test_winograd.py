@@ -106,6 +106,23 @@ def test_values(freeze: bool, dtype: torch.dtype) -> None:
         assert got.stride() == eager.stride()
 
 
+@pytest.mark.parametrize("threads, results, size", [(1, 24, 14), (1, 24, 10), (2, 48, 14), (4, 96, 14), (1, 40, 6)])
+@torch.no_grad()
+def test_an_odd_number_of_tiles_and_vectors_of_results(threads: int, results: int, size: int) -> None:
+    """A thread's results are no multiple of 16 with vectors of 8: the last of a place lay where the next begins."""
+    conv, x = conv_of(64, results, 1), image((1, 64, size, size))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run, calls = compiled(conv, x)
+        assert calls == ["conv: Winograd"]
+        got = run(x)
+    finally:
+        torch.set_num_threads(before)
+    eager = conv(x.contiguous())
+    close(got, eager, conv.double()(x.double()))
+
+
 @torch.no_grad()
 def test_one_unit_serves_no_activation_and_those_that_are_limits() -> None:
     convs = [conv_of(16, 16, 1) for _ in ACTIVATIONS]

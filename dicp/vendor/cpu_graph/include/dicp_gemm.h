@@ -44,6 +44,11 @@ template <Activation act, class T, class W, class S> struct GemmTile {
 
   // rows [first, last) of the panel of n columns from `column` on
   void panel(int64_t batch, int64_t first, int64_t last, int64_t column, int64_t n) {
+    if (g.depth == 0) {
+      const float nothing[WIDE.columns] = {};
+      for (int64_t row = first; row < last; ++row) finish<act>(nothing, n, g, e, batch, row, column, y);
+      return;
+    }
     for (int64_t group = first; group < last; group += shape.rows) {
       const int64_t of_group = least(last - group, shape.rows);
       for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) {
@@ -82,7 +87,7 @@ int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* oth
   const GemmTile<act, T, W, S> like(g, x, w, e, y);
   const int64_t threads = threads_for(g, space.threads);
   const Transposed<act, T, W, S> few(g, x, w, e, y);
-  if (few.serves(space, threads)) return few.run(space, threads);
+  if (g.depth && few.serves(space, threads)) return few.run(space, threads);
   float* const memory = space.take(threads * like.floats());
   if (!memory) return 1;
   const int64_t panels = (g.columns + like.shape.columns - 1) / like.shape.columns, all = g.batch * panels;

@@ -216,7 +216,7 @@ DICP_INLINE vf32 tanh_f32(vf32 x) {
                   0.0023019556f, -0.000358618476f);
   vf32 b = most < a ? most : a;
   vf32 far = 1.0f - 2.0f / (exp_near<false>(b + b) + 1.0f);
-  return a < 1.0f ? mad(s * x, p, x) : copysign(far, x);
+  return copysign(a < 1.0f ? mad(s * x, p, x) : far, x);  // of -0, too
 }
 // erf: an odd polynomial near 0, else 1 - e^-q(|x|), q = -log erfc; erfc(4) is less than half an ulp of 1
 DICP_INLINE vf32 erf_f32(vf32 x) {

@@ -169,7 +169,7 @@ template <int N, class T> struct WinogradTiles {
     block = of_block;
     // planes are an odd number of cache lines apart: powers of two would share few sets of the cache
     lead = (a.channels + 15) / 16 * 16 + 16, plane = (block * lead / 16 | 1) * 16;
-    lead_m = results, plane_m = (block * lead_m / 16 | 1) * 16;
+    lead_m = results, plane_m = ((block * lead_m + 15) / 16 | 1) * 16;  // results: of a vector of 8, too
   }
   int64_t floats_v() const { return PLACES * plane; }
   int64_t floats_m() const { return PLACES * plane_m + lead; }  // and the zeros
