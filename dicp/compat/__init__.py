@@ -405,6 +405,25 @@ def end_allocations(device: int, pool: tuple[int, int]) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
+def storage_place(t: torch.Tensor) -> int | None:
+    """What tells t's storage, fake ones too, from others; None where t has none, as some subclasses."""
+    try:
+        return t.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels of attention are allowed (torch.nn.attention.sdpa_kernel): tracing goes by it."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
 def storage_users(t: torch.Tensor) -> int:
     """How many tensors (and storage objects) share t's memory."""
     storage = t.untyped_storage()

@@ -37,10 +37,12 @@ def compile_joint(
 ) -> Callable[..., Any]:
     """Trace forward and (where gradients are needed) backward, and compile each; or take what torch's cache
     has of an earlier compile."""
-    stored = autograd.must_save() or (not watched() and saved.can_save(gm, vendor, config))
+    stored = autograd.must_save() or (
+        not watched() and saved.can_save(gm, example_inputs, vendor, config)
+    )
     note_recompile(config)
-    tag = saved.cache_tag(vendor, config) if stored else None
-    if tag is not None and saved.varying_floats(gm):
+    tag = saved.cache_tag(vendor, config, saved.packages(gm)) if stored else None
+    if tag is not None and autograd.must_save() and saved.beyond_key(gm, example_inputs):
         tag += os.urandom(16).hex()  # it has to be written, and must not be found
     with saved.loading_under(vendor, config):
         shortcut = None if tag is None else autograd.Shortcut(gm, example_inputs, tag)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -136,36 +139,76 @@ def saved(compiled: Compiled, shortcut: autograd.Shortcut | None, late: bool, ef
     return graph
 
 
-def can_save(gm: fx.GraphModule, vendor: Any, config: Config) -> bool:
-    """Whether the results for a graph may come from, and go to, torch's cache.
-
-    Not where somebody watches the compile, and not where a result would hold values that the key does not
-    know: tensors that are constants of Dynamo's graph, and floats that vary.
-    """
+def can_save(gm: fx.GraphModule, inputs: Sequence[Any], vendor: Any, config: Config) -> bool:
+    """Whether the results for a graph may come from, and go to, torch's cache: where nobody watches the
+    compile, and the key knows all that they depend on."""
     watched = config.dump is not None or config.debug >= 2 or config.verify
-    return hasattr(vendor, "load") and not watched and not _constants(gm) and not varying_floats(gm)
+    return hasattr(vendor, "load") and not watched and not beyond_key(gm, inputs)
 
 
-def varying_floats(gm: fx.GraphModule) -> bool:
-    """Whether a float of the caller's is a symbol. Tracing may settle its value and guard it, but torch's key
-    does not know it, and what comes from the cache brings no guard."""
-    return any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in gm.graph.nodes)
+def beyond_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether results for a graph depend on what torch's key does not know.
+
+    That is the values of tensors that are constants in it; floats that vary, which tracing may settle under a
+    guard; which inputs share memory, for which it guards, too; and what operators do that are registered
+    outside torch and installed packages. What comes from the cache brings none of those guards.
+    """
+    graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    nodes = [(g, n) for g in graphs for n in g.graph.nodes]
+    return (
+        any(n.op == "get_attr" and _is_tensor(g, str(n.target)) for g, n in nodes)
+        or any(isinstance(n.meta.get("example_value"), torch.SymFloat) for _, n in nodes)
+        or _share_memory([*gm.parameters(), *gm.buffers(), *inputs])
+        or None in packages(gm).values()
+    )
 
 
-def _constants(gm: fx.GraphModule) -> bool:
-    for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            value: Any = gm
-            for part in str(node.target).split("."):
-                value = getattr(value, part, None)
-            if isinstance(value, torch.Tensor):
-                return True
-    return False
+def _is_tensor(gm: fx.GraphModule, path: str) -> bool:
+    value: Any = gm
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return isinstance(value, torch.Tensor)
 
 
-def cache_tag(vendor: Any, config: Config) -> str:
+def _share_memory(values: Sequence[Any]) -> bool:
+    tensors = {id(x): x for x in values if isinstance(x, torch.Tensor)}
+    places = [place for x in tensors.values() if (place := compat.storage_place(x)) is not None]
+    return len(set(places)) < len(places)
+
+
+_TORCHS = frozenset(
+    """aten prims prim rngprims dicp higher_order inductor quantized quantized_decomposed mkldnn
+    mkldnn_prepacked onednn c10d _c10d_functional _c10d_functional_autograd _dtensor profiler""".split()
+)
+
+
+def packages(gm: fx.GraphModule) -> dict[str, str | None]:
+    """By namespace, the versions of the packages whose operators a graph calls; None where none of that name
+    is installed, and what its operators do may change from run to run."""
+    graphs = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    spaces = {_namespace(n.target) for g in graphs for n in g.graph.nodes if n.op == "call_function"}
+    return {s: _version(s) for s in sorted(spaces - _TORCHS - {""})}
+
+
+def _namespace(target: Any) -> str:
+    """Of an operator of torch's dispatcher; "" of other functions."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+
+
+@functools.lru_cache
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cache_tag(vendor: Any, config: Config, packages: Mapping[str, str | None] = MappingProxyType({})) -> str:
     """What torch's cache key has to know of dicp: its sources, the vendor with its toolchain, the options,
-    and what generated code is fitted to."""
+    what generated code is fitted to, what traces of attention go by, and the packages that have operators in
+    the graph."""
     parts = (
         sources_digest(),
         vendor.name,
@@ -173,6 +216,8 @@ def cache_tag(vendor: Any, config: Config) -> str:
         config.fingerprint(),
         torch.get_num_threads(),
         torch.get_default_dtype(),
+        compat.attention_kernels(),
+        sorted(packages.items()),
     )
     return "dicp-" + content_hash(repr(parts))
 

@@ -120,7 +120,10 @@ class Kernel:
     def digest(self) -> str:
         """Content hash, indifferent to the names of buffers, axes, refs and size symbols, and to whose lines
         it computes: equal kernels of two layers are one."""
-        return hashlib.blake2b(show(canonical(self), notes=False).encode(), digest_size=8).hexdigest()
+        text = show(canonical(self), notes=False)
+        if self.sizes:  # code divides by what proofs allow, and those know what a size is at least
+            text += f" {[v.low for v in self.sizes]}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def expressions(s: Statement) -> list[Expr]:

@@ -284,6 +284,72 @@ def test_not_stored(arguments: Any) -> None:
     assert not found["saved"] and not found["miss"]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inputs_that_share_memory_are_compiled_each(dynamic: bool, own_torch_caches: Path) -> None:
+    """torch guards which do, and its key does not know: what comes from the cache was made for others."""
+
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b * 2
+
+    whole, larger = torch.zeros(8), torch.zeros(100)
+    for a, b in (
+        (torch.zeros(4), torch.zeros(4)),
+        (whole[:4], whole[2:6]),
+        (torch.zeros(4), torch.zeros(4)),
+        (larger[50:54], larger[52:56]),
+        (whole[2:6], whole[2:6]),
+    ):
+        torch._dynamo.reset()
+        before = [t.clone() for t in (a, b)]
+        got = torch.compile(f, backend="dicp_cpu", dynamic=dynamic)(a, b)
+        torch.testing.assert_close(a, before[0] + 1)
+        torch.testing.assert_close(got, b * 2)
+
+
+def test_operators_of_the_users_own_are_compiled_each(own_torch_caches: Path) -> None:
+    """Their gradients are traced into what is stored, and the key knows their names alone."""
+
+    @torch.library.custom_op("dicp_test_saved::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    for slope in (3.0, 2.0):  # a mistake, and its correction
+        twice.register_autograd(lambda ctx, grad, slope=slope: grad * slope)
+        torch._dynamo.reset()
+        x = torch.ones(3, requires_grad=True)
+        torch.compile(lambda x: twice(x).sum(), backend="dicp_cpu")(x).backward()
+        assert x.grad.eq(slope).all()
+
+
+def test_packages_of_operators_are_in_the_tag() -> None:
+    class Calls(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.numpy.dicp_test(x) if hasattr(torch.ops.numpy, "dicp_test") else x
+
+    lib = torch.library.Library("numpy", "FRAGMENT")  # as if that package had an operator
+    lib.define("dicp_test(Tensor x) -> Tensor")
+    found = saved.packages(torch.fx.symbolic_trace(Calls()))
+    import numpy
+
+    assert found == {"numpy": numpy.__version__}
+    from dicp.vendor.cpu_graph import CpuGraph
+
+    vendor, config = CpuGraph(), Config.make()
+    assert saved.cache_tag(vendor, config, found) != saved.cache_tag(vendor, config, {"numpy": "1"})
+
+
+def test_the_tag_knows_which_kernels_of_attention_are_allowed() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from dicp.vendor.cpu_graph import CpuGraph
+
+    with sdpa_kernel(SDPBackend.MATH):
+        math = saved.cache_tag(CpuGraph(), Config.make())
+    assert math != saved.cache_tag(CpuGraph(), Config.make())
+
+
 def test_floats_that_vary_are_compiled_each(own_torch_caches: Path) -> None:
     """Tracing settles what they are, with a guard; from the cache came one's program without it, for another."""
     for values in ((0.5, -1.5, 2.0), (7.0, 8.0)):

@@ -107,8 +107,13 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
 
 
 def kernel_names(program: Program) -> dict[str, str]:
-    """Function name by kernel digest."""
-    return {x.kernel.digest: f"{x.kernel.name}_{x.kernel.digest[:8]}" for x in program.launches}
+    """Function name by kernel digest: the first half of that, all where another kernel has it."""
+    names: dict[str, str] = {}
+    for kernel in (x.kernel for x in program.launches):
+        if kernel.digest not in names:
+            short = f"{kernel.name}_{kernel.digest[:8]}"
+            names[kernel.digest] = f"{kernel.name}_{kernel.digest}" if short in names.values() else short
+    return names
 
 
 def kernel_units(program: Program, names: Mapping[str, str], lanes: int) -> list[Unit]:

@@ -114,6 +114,7 @@ template <class P, class T, class M> struct AttentionTile {
     for (int64_t r = 0; r < count; ++r) top[r] = NEVER, sum[r] = 0.0f;
     const int64_t end = causal && first + count < a.keys ? first + count : a.keys;
     const Block of_queries = as_products_read(q + first * a.q[2], a.q[2], count, a.depth, queries);
+    for (int64_t i = 0; end == 0 && i < count * a.depth_v; ++i) result[i] = 0.0f;  // no keys: no product does it
     for (int64_t k0 = 0; k0 < end; k0 += width) {
       const int64_t n = end - k0 < width ? end - k0 : width;
       // pairs of 16-bit values, which the product wants, move as words of 32 bits
@@ -148,10 +149,12 @@ int32_t flash_attention(const T* q, const T* k, const T* v, const M* mask, T* ou
 #pragma omp parallel reduction(| : failed)
   {
     AttentionTile<P, T, M> tile(a, (float)scale);
+    if (!tile.memory) failed = 1;
 #pragma omp for collapse(3) schedule(dynamic)
     for (int64_t b = 0; b < a.batch; ++b)
       for (int64_t h = 0; h < a.heads; ++h)
         for (int64_t i = 0; i < blocks; ++i) {
+          if (failed) continue;
           const int64_t first = i * QUERY_BLOCK, count = a.rows - first < QUERY_BLOCK ? a.rows - first : QUERY_BLOCK;
           try {
             tile.block(q + b * a.q[0] + h * a.q[1], k + b * a.k[0] + h / group * a.k[1],

@@ -124,6 +124,7 @@ template <class T, class M> struct AttentionGradientTile {
     const Block right_q = right(rows_q, a.q[2], m, a.depth, paired_q);
     const Block right_g = right(rows_g, g.grad[2], m, a.depth_v, paired_g);
     const int64_t end = causal ? least_of(first + m, a.keys) : a.keys;
+    for (int64_t i = 0; end == 0 && i < m * a.depth; ++i) sum_q[i] = 0.0f;  // no keys: no product does it
     for (int64_t k0 = 0; k0 < end; k0 += keys) {
       const int64_t n = least_of(end - k0, keys);
       const T *const rows_k = k + k0 * a.k[2], *const rows_v = v + k0 * a.v[2];

@@ -83,6 +83,7 @@ template <Activation act, class T, class W, class S>
 int32_t gemm(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
              Limits limits, Workspace space) {
   const Product& g = *(const Product*)sizes;
+  if (!g.batch || !g.rows || !g.columns) return 0;
   const Epilogue<T, S> e{scale, bias, other, limits};
   const GemmTile<act, T, W, S> like(g, x, w, e, y);
   const int64_t threads = threads_for(g, space.threads);

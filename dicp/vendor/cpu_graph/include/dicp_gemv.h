@@ -64,22 +64,27 @@ DICP_INLINE void dots(const T* x, int64_t x_row, const W* const* w, int64_t n, f
     for (int j = 0; j < STREAMS; ++j) sums[j * sums_stream + r * sums_row] += hsum(acc[r][j]);
 }
 
-// sums[r][c] += x[r][0 .. 4) . w[0 .. 4)[c] over n columns; `count` <= 4 of the ks are there
-template <int rows, class T, class W>
+// sums[r][c] += x[r][0 .. 4) . w[0 .. 4)[c] over n columns; `count` <= 4 of the ks are there, fewer one by one
+template <int rows, int streams = STREAMS, class T, class W>
 DICP_INLINE void axpys(const T* x, int64_t x_row, const W* w, int64_t step, int64_t count, int64_t n, float* sums,
                        int64_t sums_row) {
-  float a[rows][STREAMS];
-  const W* from[STREAMS];
-  for (int j = 0; j < STREAMS; ++j) {
-    from[j] = w + (j < count ? j : 0) * step;
-    for (int r = 0; r < rows; ++r) a[r][j] = j < count ? (float)decode_one(x[r * x_row + j]) : 0.0f;
+  if constexpr (streams > 1)
+    if (count < streams) {
+      for (int64_t j = 0; j < count; ++j) axpys<rows, 1>(x + j, x_row, w + j * step, step, 1, n, sums, sums_row);
+      return;
+    }
+  float a[rows][streams];
+  const W* from[streams];
+  for (int j = 0; j < streams; ++j) {
+    from[j] = w + j * step;
+    for (int r = 0; r < rows; ++r) a[r][j] = (float)decode_one(x[r * x_row + j]);
   }
   each_part(n, [&](int64_t c, auto lanes) INLINE {
-    vf32 b[STREAMS];
-    times<STREAMS>([&](int j) INLINE { b[j] = cast<vf32>(load(from[j] + c, lanes)); });
+    vf32 b[streams];
+    times<streams>([&](int j) INLINE { b[j] = cast<vf32>(load(from[j] + c, lanes)); });
     times<rows>([&](int r) INLINE {
       vf32 acc = load(sums + r * sums_row + c, lanes);
-      times<STREAMS>([&](int j) INLINE { acc = fma(splat<vf32>(a[r][j]), b[j], acc); });
+      times<streams>([&](int j) INLINE { acc = fma(splat<vf32>(a[r][j]), b[j], acc); });
       store(sums + r * sums_row + c, acc, lanes);
     });
   });

@@ -13,7 +13,7 @@ template <class T> void zeros(T* p, int64_t n) {
   for (int64_t k = 0; k < parts; ++k) {
     char *from = (char*)p + k * PART, *const to = (char*)p + (k + 1 < parts ? (k + 1) * PART : bytes);
     if (bytes >= LARGE) {
-      const int64_t ahead = -(uintptr_t)from % STEP;
+      const int64_t rest = to - from, unaligned = -(uintptr_t)from % STEP, ahead = unaligned < rest ? unaligned : rest;
       __builtin_memset(from, 0, ahead);
       for (from += ahead; to - from >= STEP; from += STEP) isa::stream_zeros(from);
       isa::stream_end();

@@ -73,6 +73,7 @@ struct WindowGradient {
   // results [k, k + n) and channels [c, c + m) of tiles [first, end) -> sum, [16][results][channels]
   void accumulate(const float* image, const float* grad, int64_t first, int64_t end, int64_t k, int64_t n, int64_t c,
                   int64_t m, float* sum) {
+    if (first == end) __builtin_memset(sum, 0, sizeof(float) * 16 * plane_sum);  // of an empty batch
     for (int64_t t = first; t < end; t += GRAD_TILES) {
       const int64_t count = end - t < GRAD_TILES ? end - t : GRAD_TILES;
       tile.spread(image + c, t, count, m, x, GRAD_CHANNELS, plane_x);
