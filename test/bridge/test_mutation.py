@@ -530,3 +530,11 @@ def test_scatter_into_a_mutated_input_copies_nothing() -> None:
     for axis in launch.kernel.axes:
         sizes *= axis.size
     assert sizes == 4 * 16
+
+
+def test_large_memory_that_ends_in_part_of_a_line_is_cleared() -> None:
+    """The last part of 64 KB, shorter than the way to a whole register: what lay behind was cleared, and more."""
+    whole = torch.ones(2097154 + 64)
+    x = whole[1:2097154]
+    torch.compile(lambda x: x.zero_(), backend="dicp_cpu")(x)
+    assert whole[0] == 1 and not x.any() and whole[2097154:].eq(1).all()

@@ -122,6 +122,22 @@ def test_sums_of_nothing(dtype: torch.dtype) -> None:
     assert [name for name in names if "tiles" in name]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_without_elements(dtype: torch.dtype) -> None:
+    """Of no batch, no columns, no rows, as the data tells: they divided by how many there are."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor, w: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        i = keep.nonzero().squeeze(1)
+        return torch.bmm(a[i], b[i]), a[0] @ w[:, i], w[i] @ w
+
+    args = [torch.randn(shape).to(dtype) for shape in ((90, 150, 90), (90, 90, 140), (90, 90))]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(fn, backend="dicp_cpu", fullgraph=True)
+        for many in (5, 0):
+            keep = torch.arange(90) < many
+            torch.testing.assert_close(run(*args, keep), fn(*args, keep), rtol=3e-2, atol=0.3)
+
+
 @pytest.mark.chosen
 @pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
 @pytest.mark.parametrize("rows, depth, columns", [(17, 302, 517), (128, 2050, 600), (49, 1024, 1100), (33, 1026, 333)])

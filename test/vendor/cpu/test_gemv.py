@@ -187,3 +187,15 @@ def test_int8_weights_by_columns() -> None:
     torch._dynamo.reset()
     of_rows = lambda x, w, s: x @ (w.to(x.dtype) * s[:131, None])  # noqa: E731 (as the other)
     check(of_rows, x, w, s, claim=("oneDNN", "BLAS"))
+
+
+def test_an_infinite_weight_in_a_row_behind_the_last_four() -> None:
+    """Rows that are not there were 0 times the first of theirs: NaN where that is infinite."""
+    w, x = torch.randn(513, 1024), torch.rand(1, 513) + 0.1
+    w[512, 5] = float("inf")
+    got = torch.compile(lambda x, w: x @ w, backend="dicp_cpu")(x, w)
+    torch.testing.assert_close(got, x @ w, rtol=1e-4, atol=1e-4)
+    q, k, v = (torch.randn(1, 2, n, 64) for n in (1, 4097, 4097))
+    v[..., 4096, 3] = float("inf")
+    attend = F.scaled_dot_product_attention
+    torch.testing.assert_close(torch.compile(attend, backend="dicp_cpu")(q, k, v), attend(q, k, v), rtol=1e-4, atol=1e-4)
