@@ -140,9 +140,8 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
             items = build_kernels(steps, lowered)
         dump.items("30_kernels", items)
         with step("memory"):
-            owned = _owned_inputs(lowered) if job.role == "backward" else frozenset()
+            owned, saved = _kept_inputs(lowered) if job.role == "backward" else (frozenset(), frozenset())
             plan = plan_memory(items, lowered, owned)
-        saved = _saved_inputs(lowered) if job.role == "backward" else frozenset()
         program = make_program(name, lowered, items, plan, owned, job.results, saved)
         program.begun = begun
         dump.plan("40_memory", program)
@@ -171,17 +170,12 @@ def _with_constants(main: Compiled, constants: Compiled, folding: Folding, vendo
     return main
 
 
-def _owned_inputs(lowered: Lowered) -> frozenset[str]:
-    """The inputs of a backward that nobody else holds: all but the forward's own inputs, which AOTAutograd
-    names so."""
+def _kept_inputs(lowered: Lowered) -> tuple[frozenset[str], frozenset[str]]:
+    """The inputs of a backward that nobody else holds, all but the forward's own, and those that autograd
+    kept for it, all but gradients; by the names that AOTAutograd gives them."""
     names = [b.name for b in lowered.inputs if isinstance(b, Buffer)]
-    return frozenset(n for n in names if not n.startswith("primals_"))
-
-
-def _saved_inputs(lowered: Lowered) -> frozenset[str]:
-    """The inputs of a backward that autograd kept for it: all but gradients, which AOTAutograd names so."""
-    names = [b.name for b in lowered.inputs if isinstance(b, Buffer)]
-    return frozenset(n for n in names if not n.startswith("tangents_"))
+    owned = frozenset(n for n in names if not n.startswith("primals_"))
+    return owned, frozenset(n for n in names if not n.startswith("tangents_"))
 
 
 def _compile_one(

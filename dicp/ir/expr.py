@@ -40,7 +40,6 @@ _RANGES = {
     for dtype in COMPUTE_DTYPES
     if dtype != torch.bool and not dtype.is_floating_point
 }
-_LARGE = torch.iinfo(torch.int64).max  # coefficients of an index beyond it are no C++ integers
 NAMES = {
     torch.bool: "b8",
     torch.uint8: "u8",
@@ -186,11 +185,11 @@ def const(value: Number, dtype: torch.dtype) -> Expr:
     elif dtype.is_floating_point:
         value = float(value)
     else:
-        value = wrapped(int(value), dtype)
+        value = _wrapped(int(value), dtype)
     return Expr("const", (value,), dtype)
 
 
-def wrapped(value: int, dtype: torch.dtype) -> int:
+def _wrapped(value: int, dtype: torch.dtype) -> int:
     """An integer as the integer dtype holds it (uint8: -1 -> 255)."""
     low, high = _RANGES[dtype]
     return value if low <= value <= high else (value - low) % (high - low + 1) + low
@@ -270,9 +269,10 @@ def _fold(op: str, x: Expr, y: Expr) -> Expr | None:
         a, b = as_index(x), as_index(y)
         if a is not None and b is not None:
             made = a + b if op == "add" else a - b if op == "sub" else a * b
-            if isinstance(made, int):
-                return const(made, torch.int64)
-            return index_value(made) if all(abs(c) <= _LARGE for _, c in made.terms) else None
+            largest = _RANGES[torch.int64][1]  # coefficients beyond it are no C++ integers
+            if isinstance(made, int) or all(abs(c) <= largest for _, c in made.terms):
+                return index_value(made)
+            return None
     if x.op == "const" and y.op == "const" and op in ("lt", "le", "gt", "ge", "eq", "ne"):
         p, q = _held(x), _held(y)
         return const(

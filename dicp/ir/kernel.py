@@ -181,9 +181,8 @@ def identity(kind: str, dtype: torch.dtype) -> bool | int | float:
 
 
 def canonical(kernel: Kernel) -> Kernel:
-    """The kernel with axes i0.., buffers b0.., refs r0.. and sizes n0.. (z0.. where they may be negative)
-    renamed in order of appearance."""
-    sizes = {v: Var(f"z{k}" if v.signed else f"n{k}", None, v.low) for k, v in enumerate(kernel.sizes)}
+    """The kernel with axes i0.., buffers b0.., refs r0.. and sizes n0.. renamed in order of appearance."""
+    sizes = {v: Var(f"n{k}", None, v.low) for k, v in enumerate(kernel.sizes)}
     size_map: dict[ix.Atom, Index] = {v: ix.of(n) for v, n in sizes.items()}
     axes = {a.var: Var(f"i{k}", ix.substitute(a.size, size_map)) for k, a in enumerate(kernel.axes)}
     index_map: dict[ix.Atom, Index] = {v: ix.of(n) for v, n in axes.items()}

@@ -17,26 +17,31 @@ class Home:
     """
 
     def __init__(self, gm: fx.GraphModule, kind: str | None, served: str) -> None:
-        self.known = [(node, t) for node in gm.graph.nodes for t in _tensors(node)]
-        devices = [t.device for node, t in self.known if t.dim()] + [t.device for node, t in self.known]
+        known = [(node, t, t.device) for node in gm.graph.nodes for t in _tensors(node)]
+        devices = dict.fromkeys(device for _, _, device in known)  # to ask each tensor again takes long
+        if len(devices) > 1:
+            devices = dict.fromkeys([*(device for _, t, device in known if t.dim()), *devices])
         types = [d.type for d in devices]
         kind = kind or (served if served in types else next(iter(types), served))
         self.device = next((d for d in devices if d.type == kind), torch.device(kind))
+        self.alone = all(device == self.device for device in devices)
         self.numbers = {
             node
-            for node, t in self.known
-            if node.op in ("placeholder", "get_attr") and self._goes_along(node, t)
+            for node, t, _ in known
+            if not self.alone and node.op in ("placeholder", "get_attr") and self._goes_along(node, t)
         }
 
     def holds(self, t: torch.Tensor) -> bool:
-        return t.device == self.device
+        return self.alone or t.device == self.device
 
     def takes(self, node: fx.Node) -> bool:
         """Whether the node's tensors are here, or numbers that go along."""
-        return node in self.numbers or all(self.holds(t) for t in _tensors(node))
+        return self.alone or node in self.numbers or all(self.holds(t) for t in _tensors(node))
 
     def elsewhere(self, node: fx.Node) -> torch.device | None:
         """Another device that a call has to do with."""
+        if self.alone:
+            return None
         others = [n for n in (node, *node.all_input_nodes) if not self.takes(n)]
         return next((t.device for n in others for t in _tensors(n) if not self.holds(t)), None)
 

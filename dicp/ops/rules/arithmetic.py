@@ -65,8 +65,8 @@ def power_rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Va
     if isinstance(exponent, int) and exponent < 0 and not b.meta(node)[1].is_floating_point:
         raise Declined("an integer to a negative power, an error in eager")
     base = binding.operands[0][1]
-    roots = exponent in (0.5, -0.5) if isinstance(exponent, float) else False
-    if roots and isinstance(base, Value) and base.dtype == torch.float16:
+    root = isinstance(exponent, float) and abs(exponent) == 0.5
+    if root and isinstance(base, Value) and base.dtype == torch.float16:
         return apply_body(s.pow_, "DEFAULT", binding, *b.meta(node))  # as eager's: of -inf and -0 they differ
     return apply_body(power, "DEFAULT", binding, *b.meta(node))
 

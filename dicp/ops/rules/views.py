@@ -172,12 +172,17 @@ def known(proved: bool, refuted: bool, hint: bool) -> bool:
 
 def hint_of(given: Any) -> int:
     """The value that a size argument of a node had while tracing."""
-    return size_hint(given.meta["val"] if isinstance(given, torch.fx.Node) else given, fallback=0)
+    return size_hint(traced(given), fallback=0)
 
 
 def known_to_tracing(given: Any) -> bool:
     """Whether a size argument of a node had a value while tracing; one read from data has none."""
-    return is_traced(given.meta["val"] if isinstance(given, torch.fx.Node) else given)
+    return is_traced(traced(given))
+
+
+def traced(given: Any) -> Any:
+    """A size argument of a node as it was traced."""
+    return given.meta["val"] if isinstance(given, torch.fx.Node) else given
 
 
 def from_end(i: Index, size: Index, given: Any) -> Index:

@@ -76,11 +76,10 @@ class CudaBackend:
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     results = run()
             except RuntimeError:
-                torch.cuda.set_stream(before)
                 self._close(index, pool, stream)
                 raise
             finally:
-                torch.cuda.set_stream(before)
+                torch.cuda.set_stream(before)  # a capture whose end fails leaves its own the current one
                 compat.forget_cublas_workspaces()
         return graph.replay, results
 
