@@ -3,6 +3,7 @@ that are no multiple of a tile, layouts, dtypes and what follows the product; an
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -151,6 +152,15 @@ def test_pairs_of_few_rows(rows: int, depth: int, columns: int) -> None:
     for fn in calls:
         torch._dynamo.reset()
         check(fn, x, w, b, r, claim="tiles of pairs")
+
+
+@pytest.mark.chosen
+@pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
+def test_pairs_of_weights_too_far_apart_are_not() -> None:
+    """The micro-kernels step from one to the next by 32 bits of bytes, over 128 at a time."""
+    far = torch.empty(160, 1 << 22, dtype=torch.bfloat16)[:, :1024]  # nothing is in memory but what is written
+    far.copy_(torch.randn(far.shape))
+    check(F.linear, torch.randn(17, 1024, dtype=torch.bfloat16), far, claim="BLAS")
 
 
 @pytest.mark.chosen
@@ -313,6 +323,27 @@ def test_many_rows_are_onednns_where_mkl_is_slow(
     size = "LARGE_RESULT" if rows > 128 else "EVEN_RESULT"
     monkeypatch.setattr(matmul, size, rows * 300 * 4)
     assert chosen(F.linear, x, w) == "linear: tiles"
+
+
+@pytest.mark.chosen
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@torch.no_grad()
+def test_an_activation_and_a_sum_behind_it(
+    act: str, dtype: torch.dtype, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which oneDNN's call does one alone, whatever else is preferred."""
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: "amd")
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    layer = torch.nn.Linear(200, 300, dtype=dtype)
+    exact = copy.deepcopy(layer).double()
+
+    def fn(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[act]((exact if x.dtype == torch.float64 else layer)(x)) + other
+
+    args = torch.randn(200, 200, dtype=dtype), torch.randn(200, 300, dtype=dtype)
+    check(fn, *args, claim=("tiles", "oneDNN"), freeze=frozen)
 
 
 @pytest.mark.chosen

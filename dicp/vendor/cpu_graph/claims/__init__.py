@@ -82,9 +82,8 @@ def supports(target: Any, node: fx.Node) -> bool:
     if target is torch.ops.dicp.linear.default:
         if node.args[1].meta["val"].stride(0) == 1 != node.args[1].meta["val"].stride(1):
             return False  # oneDNN and the tiles read rows of weights
-        act = argument(node, 4, "act", "none")
-        by_library = act in ACTIVATIONS and prefers_onednn(node)
-        return by_library or matmul.reads_weights(node) or matmul.prefers_tiles(node)
+        ours = matmul.reads_weights(node) or matmul.prefers_pairs(node) or matmul.prefers_tiles(node)
+        return ours or prefers_onednn(node)
     if target is torch.ops.dicp.scaled_linear.default:
         return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.conv.default:

@@ -42,7 +42,8 @@ class Tiles(NamedTuple):
 TILES = Tiles((512, 128), (128, 512), None)
 TILES_OF_SHORT_VECTORS = Tiles((512, 256), (256, 512), 2 * DEPTH_TILE)
 FEW_ROWS, FEW_ROWS_OF_PAIRS, PANEL, STRIP = 512, 128, 128, 16
-"""As in dicp_gemm_transposed.h."""
+REACH = 1 << 22
+"""As in dicp_gemm_transposed.h; elements between weights of two columns."""
 
 _SOURCE = """\
 #include "dicp_gemm.h"
@@ -78,7 +79,8 @@ def gemm_pairs(label: str, node: fx.Node) -> Claim | None:
     if not x.dtype == w.dtype == node.meta["val"].dtype == torch.bfloat16:
         return None
     rows, depth, columns = math.prod(x.shape[:-1]), x.shape[-1], node.meta["val"].shape[-1]
-    along_depth = known_equal(w.stride(-1 if at.transposed else -2), 1)
+    apart, along = w.stride() if at.transposed else w.stride()[::-1]
+    along_depth = known_equal(along, 1) and isinstance(apart, int) and apart < REACH
     static = isinstance(rows, int) and isinstance(depth, int) and depth % 2 == 0
     if not static or not along_depth or rows > min(_few_rows(columns, depth), FEW_ROWS_OF_PAIRS):
         return None

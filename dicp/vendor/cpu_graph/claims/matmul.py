@@ -101,7 +101,7 @@ with AVX2 alone, one with AVX-512 not measured). Frozen weights are packed as be
 def _by_onednn(node: fx.Node) -> bool:
     """Whether oneDNN is ahead of our tiles in float32: with rows of x enough, and a weight along depth."""
     at, x = operands_of(node), _left(node)
-    if at is None or at.act not in ACTIVATIONS or is_batched(node) or not _onednn_serves(node):
+    if at is None or is_batched(node) or not _onednn_serves(node):
         return False
     w = node.args[at.w].meta["val"]  # type: ignore[union-attr]
     as_rows = known_equal(w.stride(-1 if at.transposed else -2), 1) and known_equal(x.stride(-1), 1)
@@ -121,8 +121,13 @@ def _result_bytes(node: fx.Node) -> int:
 
 
 def _onednn_serves(node: fx.Node) -> bool:
-    """Whether oneDNN has the dtype of a product, and is as exact as dicp's rule asks."""
-    x = _left(node)
+    """Whether oneDNN has the dtype of a product and what follows it, and is as exact as dicp's rule asks. Its
+    call has an activation or a sum behind it, not both."""
+    x, at = _left(node), operands_of(node)
+    if at is not None and at.act != "none":
+        added = at.other is not None and argument(node, at.other, "other", None) is not None
+        if at.act not in ACTIVATIONS or added:
+            return False
     deep = x.dtype == torch.float32 and size_hint(x.shape[-1]) > SHALLOW["avx512f" in cpu_flags()]
     return onednn_has(x.dtype) and not deep
 
@@ -262,6 +267,11 @@ def reads_weights(node: fx.Node) -> bool:
     return gemv("product", node) is not None and _from_memory(node)
 
 
+def prefers_pairs(node: fx.Node) -> bool:
+    """Whether tiles of pairs serve a product better than the libraries do."""
+    return gemm_pairs("product", node) is not None and _from_memory(node)
+
+
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
     """For BLAS: what has to be written for the call lies in the order that it was traced in, so that what is
     computed from a weight is written as the weight lies, not transposed; what is in memory stays as it is."""
@@ -312,7 +322,7 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
         return [library]
     plain = act == "none" and argument(node, 3, "other", None) is None
     blas = Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2)) if plain else None
-    return _ordered("linear", node, config, blas, library if act in ACTIVATIONS else None)
+    return _ordered("linear", node, config, blas, library)
 
 
 def _linear_by_blas(w: Any, c: Call) -> None:
@@ -345,6 +355,7 @@ def _linear_call(
     w: Any, c: Call, x: View, weight: View, bias: View | None, other: View | None, act: str
 ) -> None:
     if other is not None:
+        assert act == "none", "oneDNN's call has an activation or a sum behind it"
         args = [w.tensor(x), w.tensor(other), w.tensor(weight), w.optional(bias), '"add"']
         w.call(c, SHIM + "_linear_pointwise_binary", args)
         return
