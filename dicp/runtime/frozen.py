@@ -2,21 +2,23 @@
 long as the weights are the same.
 
 The same: the same tensor objects, at the same addresses, with the same version counters, which every write
-through torch bumps. While results are kept, so is the memory that the weights had then (not the tensors
-themselves): no other tensor can come to lie there.
+through torch bumps, but that of a fused optimizer's step: those are watched. While results are kept, so is
+the memory that the weights had then (not the tensors themselves): no other tensor can come to lie there.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dicp.passes.freeze import Folding
 
@@ -45,6 +47,11 @@ class State:
             and list(map(_versions, weights)) == self.versions
             and list(map(_addresses, weights)) == self.addresses
         )
+
+    def write(self, weights: Set[int]) -> None:
+        """Have the tensors of these ids differ from what they were."""
+        if self.versions is not None:
+            self.versions = [-1 if k in weights else v for k, v in zip(self.ids, self.versions, strict=True)]
 
     def changed(self, now: State, names: Sequence[str]) -> list[str]:
         """Names of the weights that differ."""
@@ -108,11 +115,17 @@ class Frozen:
         """Have the next call compute everything anew."""
         self._kept.clear()
 
+    def written(self, weights: Set[int]) -> None:
+        """Have the tensors of these ids count as changed."""
+        for kept in list(self._kept.values()):
+            kept.state.write(weights)
+
     def _fold(self, ids: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Kept:
         with self._lock:
             kept = self._kept.get(ids)
             if kept is not None and kept.state.holds(weights):  # another thread was faster
                 return kept
+            _watch_steps()
             modules = len(self._kept)
             kept = self._compute(ids, weights)
             self._kept[ids] = kept
@@ -165,6 +178,20 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda args: [args[k] for k in positions]
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """From the first fold on, see the steps of optimizers: fused ones do not count what they write."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # a compiled step writes through torch's counters
+        return
+    written = {id(p) for g in optimizer.param_groups if g.get("fused") for p in g["params"]}
+    for frozen in list(_all) if written else ():
+        frozen.written(written)
 
 
 def refresh() -> None:

@@ -264,6 +264,12 @@ def a_step_of_an_optimizer(m: Scaled) -> None:
     torch.optim.SGD(m.parameters(), lr=0.1).step()
 
 
+def a_fused_step_of_an_optimizer(m: Scaled) -> None:
+    """Which torch does not count."""
+    m.weight.grad = torch.ones_like(m.weight)
+    torch.optim.AdamW(m.parameters(), lr=0.1, fused=True).step()
+
+
 def through_a_view(m: Scaled) -> None:
     m.weight.detach()[2:].zero_()
 
@@ -282,6 +288,7 @@ CHANGES = (
     reading_a_checkpoint,
     assigning_a_checkpoint,
     replacing_a_parameter,
+    a_fused_step_of_an_optimizer,
     setting_data,
     setting_data_twice,
     a_step_of_an_optimizer,
