@@ -436,7 +436,8 @@ def rewrite(
 
     def atom(a: ix.Atom) -> Index | None:
         if isinstance(a, ix.Opaque) and a.payload in done:
-            return ix.of(ix.Opaque(done[a.payload], a.size))
+            size = a.size if a.size is None or on_index is None else on_index(a.size)
+            return ix.of(ix.Opaque(done[a.payload], size))
         return None
 
     def new_index(i: ix.Poly) -> Index:

@@ -388,6 +388,13 @@ def in_range(x: Index, size: Index) -> bool:
     return top is not None and nonnegative(size - top - 1)
 
 
+def may_be_empty(x: Index) -> tuple[Index, ...]:
+    """Sizes of the dimensions that x is looked up in at run time which may have no element: there its check,
+    which gives 0, does not keep an access inside of the buffer."""
+    looked_up = (a.size for a in atoms(x) if isinstance(a, Opaque) and a.size is not None)
+    return tuple(dict.fromkeys(n for n in looked_up if not nonnegative(n - 1)))
+
+
 def _exact(mono: Monomial, coef: int, den: Index) -> Index | None:
     """coef*mono / den when the division is exact for a single-term divisor."""
     terms = list(_terms(den))

@@ -127,9 +127,10 @@ def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     """The k-th masked position gets the k-th element of source: a gather at the running count of the mask."""
     mask, x = torch.broadcast_tensors(mask, x)
-    place = (mask.reshape(-1).cumsum(0) - 1).clamp(min=0)
-    # indexed by a vector: a scalar would be read by the host
-    return torch.where(mask, source.reshape(-1)[place].reshape(mask.shape), x).contiguous()
+    place = (mask.reshape(-1).cumsum(0) - 1).reshape(mask.shape)
+    # read where mask holds alone: source may have no element
+    picked = torch.ops.aten._unsafe_masked_index.default(source.reshape(-1), mask, [place], 0)
+    return torch.where(mask, picked, x).contiguous()
 
 
 def soft_margin_loss_backward(grad: Any, x: Any, target: Any, reduction: int = 1) -> Any:

@@ -205,14 +205,16 @@ class Runner:
             elif isinstance(bound, ix.Poly) and bound.is_atom:
                 self._bind(bound, arg, needed)
         self._read_bits()
+        given: list[tuple[Index, str]] = []
         for arg, bound in zip(names, self.lowered.inputs, strict=True):
             if isinstance(bound, Buffer):
-                for d, n in enumerate(bound.shape):
-                    if isinstance(n, ix.Poly) and n.is_atom:
-                        self._bind(n, f"{arg}.size({d})", needed)
-                for d, n in enumerate(bound.strides):
-                    if isinstance(n, ix.Poly) and n.is_atom:
-                        self._bind(n, f"{arg}.stride({d})", needed)
+                given += [(n, f"{arg}.size({d})") for d, n in enumerate(bound.shape)]
+                given += [(n, f"{arg}.stride({d})") for d, n in enumerate(bound.strides)]
+        for n, source in given:
+            if isinstance(n, ix.Poly) and n.is_atom:
+                self._bind(n, source, needed)
+        numbers = [(b, a) for a, b in zip(names, self.lowered.inputs, strict=True) if isinstance(b, ix.Poly)]
+        self._solve([*numbers, *given], needed)
         self._host_sizes(needed)
         self._as_planned()
 
@@ -295,6 +297,22 @@ class Runner:
         ):
             self.bound.add(name)
             self.lines.append(f"{name} = {source}")
+
+    def _solve(self, given: Sequence[tuple[Index, str]], needed: set[str]) -> None:
+        """Bind sizes that the inputs have in sums alone: of u + 6, where it is n, u is n - 6."""
+        found = True
+        while found:
+            found = False
+            for n, source in given:
+                unknown = [a for a in ix.atoms(n) if isinstance(a, Var) and a.name not in self.bound]
+                if len(unknown) != 1 or (split := ix.coefficient(n, unknown[0])) is None:
+                    continue
+                (factor, rest), before = split, len(self.bound)
+                if isinstance(factor, int):
+                    difference = f"({source} - ({self._text(rest)}))"
+                    whole = difference if factor == 1 else f"{difference} // {factor}"
+                    self._bind(ix.of(unknown[0]), whole, needed)
+                found = found or len(self.bound) > before
 
     def _host_sizes(self, needed: set[str]) -> None:
         """Sizes that are not polynomials, computed here from those bound so far."""

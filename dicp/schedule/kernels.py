@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+import torch
+
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -140,8 +142,7 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
         name, idx = x.args
         if name in forwarded:
             return forwarded[name]
-        buffer = lowered.buffers[name]
-        return Expr("load", (name, buffer.flat(idx)), ex.compute_dtype(buffer.dtype))
+        return _load(lowered.buffers[name], idx)
 
     def resolve(e: Expr, m: Member) -> Expr:
         return ex.rewrite((e,), read, lambda i: ix.substitute(i, m.mapping))[0]
@@ -168,6 +169,22 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
             flat: Index = target.args[0] if target.op == "index" else int(target.args[0])
             draft.body.append(Store(out.name, flat, value, d.mode, d.unique, d.note))
     return draft
+
+
+def _load(buffer: Buffer, idx: tuple[Index, ...]) -> Expr:
+    """An element of memory; 0 where it is looked up in a dimension that has none."""
+    flat = buffer.flat(idx)
+    load = Expr("load", (buffer.name, flat), ex.compute_dtype(buffer.dtype))
+    if not ix.may_be_empty(flat):
+        return load
+    for a in ix.atoms(flat):
+        if not isinstance(a, ix.Opaque):
+            continue
+        for size in ix.may_be_empty(ix.of(a)):
+            # of the position, so that it is checked where nothing is read
+            found = Expr("lt", (ex.cast(a.payload, torch.int64), ex.index_value(size)), torch.bool)
+            load = Expr("masked", (found, load, ex.const(0, load.dtype)), load.dtype)
+    return load
 
 
 def _reduction(

@@ -204,7 +204,9 @@ class _KernelWriter:
             pending.append((s, how, where, value))
         for s, how, where, value in pending:
             note = f"  // {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
-            scope.lines.append(self._store(s, how, where, value, scope) + note)
+            there = [f"{self.writer.index(n, scope)} > 0" for n in ix.may_be_empty(s.index)]
+            held = f"if ({' && '.join(there)}) " if there else ""
+            scope.lines.append(held + self._store(s, how, where, value, scope) + note)
 
     def _store(self, s: Store, how: str, where: str, value: str, scope: Scope) -> str:
         if s.mode != "set":

@@ -142,6 +142,8 @@ class _KernelWriter:
                 value = self.writer.spread(value, NO_DIMS, dims)
             note = f"  # {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
             live, walk = self.writer.mask_text(dims), self.writer.walk
+            there = [f"({self.writer.index(n, scope)} > 0)" for n in ix.may_be_empty(s.index)]
+            live = " & ".join([live, *there] if live else there)
             if walk is not None and (at := walk.address(s.index)) is not None:
                 first, *others = walk.store(f"{s.buffer} + ({at})", self._kept(s, value), live)
                 lines += [first + note, *others]

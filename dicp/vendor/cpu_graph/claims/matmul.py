@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.compat import known_equal, size_hint
+from dicp.compat import known_equal, known_true, size_hint
 from dicp.ir import index as ix
 from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call, View
@@ -128,6 +128,8 @@ def _onednn_serves(node: fx.Node) -> bool:
         added = at.other is not None and argument(node, at.other, "other", None) is not None
         if at.act not in ACTIVATIONS or added:
             return False
+    if not known_true(x.shape[-1] > 0):
+        return False  # of no depth, as sums over rows that are found may be, it raises
     deep = x.dtype == torch.float32 and size_hint(x.shape[-1]) > SHALLOW["avx512f" in cpu_flags()]
     return onednn_has(x.dtype) and not deep
 

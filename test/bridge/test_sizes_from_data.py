@@ -1,0 +1,116 @@
+"""Sizes that are read from data: dimensions that turn out to be empty, and sizes that a backward has to work out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+Fn = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _captured() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    found = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(**found):
+        yield
+
+
+def compiled(fn: Fn) -> Fn:
+    return torch.compile(fn, backend="dicp_cpu", fullgraph=True)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_masked_scatter_of_nothing(gradients: bool) -> None:
+    """Its source has no element where the mask holds nowhere: nothing may be read."""
+
+    def fn(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(x.shape[0], 5).masked_scatter(mask[:, None], x[mask] * 2)
+
+    f, x = compiled(fn), torch.randn(6, 5, requires_grad=gradients)
+    for keep in (3, 0, 6):
+        mask = torch.arange(6) < keep
+        expected, got = fn(x, mask), f(x, mask)
+        torch.testing.assert_close(got, expected)
+        if gradients:
+            grads = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (got, expected))
+            torch.testing.assert_close(*grads)
+
+
+LOOKUPS: dict[str, tuple[Fn, torch.Tensor]] = {
+    "index": (lambda x, i: x[i] + 1, torch.zeros(0, 3)),
+    "columns": (lambda x, i: x[:, i].exp(), torch.zeros(2000, 0)),
+    "gather": (lambda x, i: x.gather(0, i[:, None]) + 1, torch.zeros(0, 3)),
+    "embedding": (lambda x, i: F.embedding(i, x) + 1, torch.zeros(0, 3)),
+    "index_select": (lambda x, i: x.index_select(0, i) + 1, torch.zeros(0, 3)),
+    "masked_scatter": (lambda x, i: torch.zeros(2).masked_scatter(i == 0, x), torch.zeros(0)),
+    "found": (lambda x, i: x[x > 0][i] * 2, torch.zeros(3)),
+    "added": (lambda x, i: x[x > 0].index_add(0, i, torch.ones(2)) * 2, torch.zeros(3)),
+    "put": (lambda x, i: x[x > 0].index_put((i,), torch.ones(2)) * 2, torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_positions_in_a_dimension_without_elements(name: str) -> None:
+    """They raise, and nothing is read or written; a number of them that is 0 is eager's result."""
+    fn, x = LOOKUPS[name]
+    i = torch.zeros(2, dtype=torch.long)
+    with pytest.raises(IndexError, match="out of range"):
+        compiled(fn)(x, i)
+    if name not in ("masked_scatter", "added", "put"):
+        torch._dynamo.reset()
+        assert torch.equal(compiled(fn)(x, i[:0]), fn(x, i[:0]))
+
+
+def test_too_few_elements_for_a_mask() -> None:
+    f = compiled(lambda x, m, s: x.masked_scatter(m, s))
+    with pytest.raises(IndexError, match="out of range"):
+        f(torch.zeros(4), torch.ones(4, dtype=torch.bool), torch.ones(3))
+
+
+def held(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    k: Any = n.item()
+    torch._check(k >= 0)
+    torch._check(k <= x.shape[0])
+    return F.pad(x[:k] * 3, (0, 0, k, 1))
+
+
+IN_SUMS: dict[str, Fn] = {
+    "behind": lambda x, n: F.pad(x, (0, n.item())),
+    "before": lambda x, n: F.pad(x, (n.item(), 0)) * 2,
+    "around": lambda x, n: F.pad(x, (2, n.item())) * 2,
+    "rows": lambda x, n: F.pad(x, (0, 0, 0, n.item())) * 2,
+    "cat": lambda x, n: torch.cat([x, torch.zeros(4, n.item())], 1),
+    "slice": held,
+}
+
+
+@pytest.mark.parametrize("name", IN_SUMS)
+def test_sizes_that_a_backward_is_given_in_sums_alone(name: str) -> None:
+    """It gets a gradient of u + 6 columns, and needs u."""
+    fn = IN_SUMS[name]
+    f = compiled(fn)
+    for k in (3, 1, 4):
+        x, n = torch.randn(4, 6, requires_grad=True), torch.tensor(k)
+        expected, got = fn(x, n), f(x, n)
+        torch.testing.assert_close(got, expected)
+        grads = (torch.autograd.grad(y.sin().sum(), x)[0] for y in (got, expected))
+        torch.testing.assert_close(*grads)
+
+
+def test_a_weights_gradient_over_no_rows() -> None:
+    """A product of no depth, which oneDNN has no call for."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x[x[:, 0] > 0], w).t().contiguous() * 2
+
+    f, w = compiled(fn), torch.randn(4, 5, requires_grad=True)
+    for sign in (1, -1):
+        x = sign * torch.rand(6, 5)
+        grads = (torch.autograd.grad(g(x, w).sum(), w)[0] for g in (f, fn))
+        torch.testing.assert_close(*grads)
