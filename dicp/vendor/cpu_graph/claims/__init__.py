@@ -27,7 +27,6 @@ from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
     FLOATS,
     LOW,
-    argument,
     aten,
     dtype_of,
     multiplies,
