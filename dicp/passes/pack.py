@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from dicp.ops.library import register
 from dicp.passes.facts import value_of
-from dicp.passes.freeze import constants_of
+from dicp.passes.freeze import constants_of, is_constant
 from dicp.passes.rules import Emitter
 
 
@@ -21,6 +21,11 @@ def packed_form(vendor: Any, node: Node, constants: frozenset[Node]) -> str | No
     ask = getattr(vendor, "packs", None)
     form: str | None = ask(node) if ask is not None and node.args[1] in constants else None
     return form
+
+
+def may_pack(vendor: Any, weight: Node) -> bool:
+    """Whether the vendor may have a form for a weight (`packed_form` of the call says which)."""
+    return getattr(vendor, "packs", None) is not None and is_constant(weight)
 
 
 def pack_weights(gm: GraphModule, vendor: Any) -> GraphModule:
@@ -47,4 +52,4 @@ def _is_channels_last(node: Node) -> bool:
     return all(v.dim() == 4 and v.is_contiguous(memory_format=torch.channels_last) for v in values)
 
 
-__all__ = ["pack_weights", "packed_form"]
+__all__ = ["may_pack", "pack_weights", "packed_form"]

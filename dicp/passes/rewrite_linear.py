@@ -13,6 +13,7 @@ from dicp.compat import known_equal
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_contiguous, is_tensor, rank, same_dtype, same_shape, value_of
 from dicp.passes.int8_weights import Stored, is_scale, stored
+from dicp.passes.pack import may_pack
 from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
 
 
@@ -40,7 +41,8 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     x: [..., K], w: [N, K] whatever its strides; mm, or addmm, or a 1-D bias added to mm. Each step is taken
     while the value has one user: what a training forward saves for its backward ends the chain there. Where
     the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
-    Products with an untransposed weight (GPT-2's Conv1D) take part where something follows them. Where the
+    Products with an untransposed weight (GPT-2's Conv1D) take part where something follows them, or where it
+    is constant and the vendor may want it in a form of its own. Where the
     weight is int8 and cast, scaled before or after the product, the call is dicp.scaled_linear, for a vendor
     that claims it.
     """
@@ -51,7 +53,7 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     activations = activations_of(gm)
     for node in nodes:
         # asked again: an operand may have become a call meanwhile
-        chains = (reversed(list(_chain(start, activations))) for start in _products(node))
+        chains = (reversed(list(_chain(start, activations, vendor))) for start in _products(node))
         any(_apply(linear, vendor) for chain in chains for linear in chain)
     return finish(gm)
 
@@ -128,11 +130,11 @@ def _is_bias(b: Node, y: Node) -> bool:
     return rank(b) == 1 and same_dtype(b, y) and known_equal(value_of(b).shape[0], value_of(y).shape[-1])
 
 
-def _chain(linear: Linear, activations: Activations) -> Iterator[Linear]:
+def _chain(linear: Linear, activations: Activations, vendor: Claims) -> Iterator[Linear]:
     """The product, then each longer chain it is the start of."""
     step: Linear | None = linear
     while step is not None:
-        alone = step.turned and step.act == "none" and step.other is None
+        alone = step.turned and step.act == "none" and step.other is None and not may_pack(vendor, step.w)
         if not alone and (step.rows is None or step.root.target is not aten.view.default):
             yield step  # else the view would only move from the result to x
         step = (

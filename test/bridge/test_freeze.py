@@ -353,6 +353,38 @@ def test_few_rows_read_weights_as_they_are(rows: int, packed: bool) -> None:
     assert (graphs[0].folding is not None) is (packed and multiplies(torch.bfloat16))
 
 
+class Turned(nn.Module):
+    """A layer of GPT-2: weights of [inputs, outputs]."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(512, 384) / 20)
+        self.bias = nn.Parameter(torch.randn(384)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 512)
+        y = rows @ self.weight if self.bias is None else torch.addmm(self.bias, rows, self.weight)
+        return y.reshape(*x.shape[:-1], 384)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_by_columns_are_packed(bias: bool) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("oneDNN's formats")
+    model, x = Turned(bias).bfloat16().eval(), torch.randn(2, 32, 512).bfloat16()
+    compiled = torch.compile(model, backend="dicp_cpu", options=FREEZE)
+    graphs: list[Compiled] = []
+    for _ in range(2):
+        with torch.no_grad(), observe(graphs.append):
+            got = compiled(x)
+            verdict = judge("result", got, [model(x)], copy.deepcopy(model).double()(x.double()))
+            model.weight.mul_(2)
+        assert verdict.ok, verdict
+    folding = graphs[0].folding
+    # without instructions for bf16 our tiles read the weight as it is
+    assert (folding is not None and any(folding.forms)) is multiplies(torch.bfloat16)
+
+
 def test_large_results_are_written_where_results_are_kept() -> None:
     """oneDNN would return memory of its own for a packed weight, mapped anew in each call."""
     packed = {}

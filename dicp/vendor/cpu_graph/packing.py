@@ -16,20 +16,10 @@ import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.passes.conv_matmul import can_be_product, convolution_of
-from dicp.vendor.cpu_graph.claims import depthwise, winograd
+from dicp.vendor.cpu_graph.claims import depthwise, matmul, winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.claims.convolution import cuts_patches
-from dicp.vendor.cpu_graph.claims.matmul import (
-    halved_by_mkl,
-    prefers_onednn,
-    prefers_tiles,
-    reads_weights,
-    result_is_large,
-)
-
-FEW_ROWS = 16
-"""Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
-blocks, other than in bfloat16."""
+from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl
 
 
 class Packed:
@@ -67,9 +57,7 @@ def packs(node: fx.Node) -> str | None:
         return None
     if node.target is torch.ops.dicp.linear.default:
         rows = math.prod(size_hint(n) for n in x.shape[:-1])
-        few = reads_weights(node) or w.dtype == torch.float32 and rows < FEW_ROWS
-        as_it_is = few or not prefers_onednn(node) or result_is_large(node) and prefers_tiles(node)
-        return None if as_it_is else repr(("linear", rows))
+        return repr(("linear", rows)) if matmul.packs(node) else None
     if w.dim() != 4:
         return None
     if winograd.is_ahead(node) or depthwise.is_ahead(node) or _is_product(node):
@@ -99,8 +87,8 @@ def _pair(x: Any) -> list[int]:
 def pack(weight: torch.Tensor, form: str) -> Packed:
     """The weight in that form."""
     kind, *how = ast.literal_eval(form)
-    if kind == "linear":
-        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), *how))
+    if kind == "linear":  # of rows: oneDNN takes no others
+        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), *how))
     return Window(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how), weight.detach())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.passes.freeze import is_constant
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import (
     attention,
@@ -80,7 +81,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         return False
     if target is torch.ops.dicp.linear.default:
         if node.args[1].meta["val"].stride(0) == 1 != node.args[1].meta["val"].stride(1):
-            return False  # oneDNN and the tiles read rows of weights
+            # oneDNN and the tiles read rows of weights
+            return is_constant(node.args[1]) and matmul.packs(node)
         ours = matmul.reads_weights(node) or matmul.prefers_pairs(node) or matmul.prefers_tiles(node)
         return ours or prefers_onednn(node)
     if target is torch.ops.dicp.scaled_linear.default:

@@ -274,6 +274,20 @@ def prefers_pairs(node: fx.Node) -> bool:
     return gemm_pairs("product", node) is not None and _from_memory(node)
 
 
+FEW_ROWS = 16
+"""Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
+blocks, other than in bfloat16."""
+
+
+def packs(node: fx.Node) -> bool:
+    """Whether the weight of a dicp::linear, if it is constant, had better be in oneDNN's own form."""
+    x = _left(node)
+    few = x.dtype == torch.float32 and size_hint(math.prod(x.shape[:-1])) < FEW_ROWS
+    if few or not prefers_onednn(node) or reads_weights(node):
+        return False
+    return not (result_is_large(node) and prefers_tiles(node))
+
+
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
     """For BLAS: what has to be written for the call lies in the order that it was traced in, so that what is
     computed from a weight is written as the weight lies, not transposed; what is in memory stays as it is."""
