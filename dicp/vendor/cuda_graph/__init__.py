@@ -122,8 +122,8 @@ class CudaGraph:
         import triton
 
         gpus = sorted({torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())})
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        return f"triton {triton.__version__} cuda {torch.version.cuda} {gpus} tf32 {tf32}"
+        float32 = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+        return f"triton {triton.__version__} cuda {torch.version.cuda} {gpus} float32 {float32}"
 
     def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cuda_graph.assemble import assemble

@@ -162,6 +162,10 @@ class _KernelWriter:
         if s.mode == "set":
             return [f"tl.store({where}, {self._kept(s, value)}{mask})"]
         if not s.unique and not self.tile.ordered:
+            bits = 8 * self.writer.storage[s.buffer].itemsize
+            if s.mode in ("max", "min") and self.writer.storage[s.buffer].is_floating_point:
+                held = live or "tl.full([], True, tl.int1)"
+                return [f"d.atomic_{s.mode}({where}, {value}, {held}, tl.int{bits}, tl.uint{bits})"]
             return [f'tl.atomic_{s.mode}({where}, {self._kept(s, value)}{mask}, sem="relaxed")']
         old = f"tl.load({where}{mask}{', other=0' if mask else ''})"
         old = f"d.widen({old})" if self.writer.storage[s.buffer] in ex.LOW_PRECISION else old

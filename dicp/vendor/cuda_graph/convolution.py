@@ -63,11 +63,16 @@ def _terms(node: fx.Node) -> int:
     return int(torch.Size([size_hint(n) for n in w.shape[1:]]).numel())
 
 
+def precision() -> str:
+    """What torch.backends.cudnn allows for float32, when it is compiled: no guard of Dynamo's knows it."""
+    return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"
+
+
 def matmul_pays(part: str, conv: Any) -> bool:
     """Windows that lie side by side, as patches do: a copy in order and cuBLAS, where cuDNN turns the image
     and its result about: on an H100, for 32 images of 196 patches of 16x16 in bfloat16, 35 us for 325. Not in
     TF32 where that is allowed to products alone."""
-    more_rounded = torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    more_rounded = products.precision() == "tf32" != precision()
     exact = conv.dtype == torch.float32 and more_rounded
     return bool(conv.patches and conv.window != (1, 1) and not exact)
 
@@ -151,7 +156,7 @@ def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
             _pair(padding),
             _pair(dilation),
             act,
-            products.precision(),
+            precision(),
         )
         return kernels(problem, plan, (c.note,) if c.note else (), config.interpret)
 

@@ -326,7 +326,7 @@ class Graphed:
             for k in sorted(known.copied)
         }
         for k, t in static.items():
-            t.copy_(args[k])
+            stored(t).copy_(stored(args[k]))
         given = [static.get(k, a) for k, a in enumerate(args)]
         try:
             replay, results = self.backend.capture(lambda: self.call(list(given)), device)
@@ -356,7 +356,7 @@ class Graphed:
             if args[k].is_cpu and not t.is_cpu:  # a number, whose memory may be pinned, and written again
                 t.fill_(args[k].item())
             else:
-                t.copy_(args[k], non_blocking=True)
+                stored(t).copy_(stored(args[k]), non_blocking=True)
         instance.replay()
         for k in self.mutated & set(instance.static):
             args[k].copy_(instance.static[k], non_blocking=True)
@@ -366,6 +366,13 @@ class Graphed:
         )
         args.clear()
         return out
+
+
+def stored(t: torch.Tensor) -> torch.Tensor:
+    """A tensor without repetitions of what it expands, which nothing can be copied to."""
+    for dim, (size, stride) in enumerate(zip(t.shape, t.stride())):
+        t = t.narrow(dim, 0, 1) if size > 1 and stride == 0 else t
+    return t
 
 
 def _flat(results: Any) -> list[Any]:

@@ -55,7 +55,8 @@ TILES = ((128, 64, 8), (64, 64, 4), (32, 64, 4))
 
 def precision() -> str:
     """What torch.backends.cuda.matmul allows for float32. Dynamo compiles again when it changes."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    # `allow_tf32` raises where the newer setting has been used, which knows of the older
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @functools.cache

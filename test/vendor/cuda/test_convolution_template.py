@@ -16,7 +16,9 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ops.library import ACTIVATIONS, conv
 from dicp.schedule.defs import Buffer, View
+from dicp.vendor.cuda_graph import products
 from dicp.vendor.cuda_graph.convolution import padded_channels
+from dicp.vendor.cuda_graph.convolution import precision as convolution_precision
 from dicp.vendor.cuda_graph.templates.convolution import Convolution, convolution, image, kernels
 from dicp.vendor.cuda_graph.templates.product import Plan
 
@@ -152,6 +154,17 @@ def test_only_short_sums_leave_the_library(config: Config, monkeypatch: pytest.M
         torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
     served = [c.claim.name.partition(" tile")[0] for c in seen[0].program.library_calls]
     assert served == ["convolution: Triton", "convolution: Triton", "convolution: cuDNN"], served
+
+
+def test_tf32_is_as_torch_allows_it_to_convolutions() -> None:
+    of_convolutions, of_products = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = of_convolutions.fp32_precision, of_products.fp32_precision
+    try:
+        for mine, other in (("tf32", "ieee"), ("ieee", "tf32")):
+            of_convolutions.fp32_precision, of_products.fp32_precision = mine, other
+            assert (convolution_precision(), products.precision()) == (mine, other)
+    finally:
+        of_convolutions.fp32_precision, of_products.fp32_precision = before
 
 
 def padded(channels: int, window: int) -> int | None:

@@ -109,6 +109,16 @@ def test_moving_inputs_are_copied_and_weights_are_not(cuda: FakeCuda) -> None:
     assert cuda.captures == 1
 
 
+def test_moving_inputs_may_be_expanded(cuda: FakeCuda) -> None:
+    call = graphs.capturing(add, program([buffer("x"), buffer("w")]), cuda)
+    w, alive = torch.full((4,), 2.0), []
+    for _ in range(4):
+        x = torch.randn(1).expand(4)
+        alive.append(x)
+        assert torch.equal(call([x, w])[0], x + w)
+    assert (cuda.captures, cuda.replays) == (1, 3)
+
+
 def test_held_results_are_never_overwritten(cuda: FakeCuda) -> None:
     call = graphs.capturing(add, program([buffer("x"), buffer("w")]), cuda)
     x, w, kept = torch.ones(4), torch.zeros(4), []

@@ -370,12 +370,25 @@ def test_transposition_is_a_plane(config: Config) -> None:
     agree(kernel, [torch.randn(1850), torch.zeros(1850)], (), config)
 
 
+def scatter_kernel(mode: str, dtype: torch.dtype, targets: int = 5) -> Kernel:
+    i = Var("i", 60)
+    spot = ix.of(ix.Opaque(load("at", ix.of(i), torch.int64), targets))
+    return Kernel(
+        "scatter",
+        (Axis(i, serial=True),),
+        (Param("at", torch.int64, False), Param("x", dtype, False), Param("y", dtype, True)),
+        (),
+        (Store("y", spot, load("x", ix.of(i), dtype), mode, unique=False),),
+    )
+
+
 @pytest.mark.parametrize(
     "mode, dtype",
     [
         ("add", torch.float32),
         ("add", torch.int32),
         ("max", torch.float32),
+        ("min", torch.float64),
         ("min", torch.int64),
         ("mul", torch.float32),
         ("add", torch.int8),
@@ -384,18 +397,28 @@ def test_transposition_is_a_plane(config: Config) -> None:
 )
 def test_scatters_that_meet(mode: str, dtype: torch.dtype, config: Config) -> None:
     """Atomics where there are such; the rest one by one."""
-    i = Var("i", 60)
-    spot = ix.of(ix.Opaque(load("at", ix.of(i), torch.int64), 5))
-    kernel = Kernel(
-        "scatter",
-        (Axis(i, serial=True),),
-        (Param("at", torch.int64, False), Param("x", dtype, False), Param("y", dtype, True)),
-        (),
-        (Store("y", spot, load("x", ix.of(i), dtype), mode, unique=False),),
-    )
-    x = torch.randint(1, 3, (60,)).to(dtype)
-    y = torch.ones(5, dtype=dtype)
-    agree(kernel, [torch.randint(0, 5, (60,)), x, y], (), config)
+    x, y = torch.randint(1, 3, (60,)).to(dtype), torch.ones(5, dtype=dtype)
+    agree(scatter_kernel(mode, dtype), [torch.randint(0, 5, (60,)), x, y], (), config)
+
+
+NEGATIVE_NAN = torch.tensor(-(1 << 22), dtype=torch.int32).view(torch.float32).item()
+
+
+@pytest.mark.parametrize("nan", [torch.nan, NEGATIVE_NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_largest_and_the_smallest_with_nan(
+    mode: str, dtype: torch.dtype, nan: float, config: Config
+) -> None:
+    """In what is scattered or in memory before, whatever comes with it and in which order."""
+    numbers = torch.tensor([1.0, -2.0, 0.0, -0.0, torch.inf, -torch.inf, 3.0, -4.0, 5.0, -6.0]).to(dtype)
+    kernel = scatter_kernel(mode, dtype, 10)
+    at, x, y = torch.randint(0, 10, (60,)), numbers[torch.randint(0, 10, (60,))], numbers[torch.randperm(10)]
+    x[at == 2], y[3], y[4] = -x[at == 2].abs(), nan, nan
+    x[torch.randperm(60)[:6]] = nan
+    agree(kernel, [at, x, y], (), config)
+    source = codegen.emit(kernel)
+    assert "d.atomic_" in source.text and compile_everywhere([source], config) == 3
 
 
 def test_several_outputs_and_a_masked_load(config: Config) -> None:

@@ -16,7 +16,7 @@ from dicp.dynamo_bridge.backend import dicp_cuda
 from dicp.ir import index as ix
 from dicp.ir.index import Var
 from dicp.ops.library import ACTIVATIONS
-from dicp.vendor.cuda_graph import products
+from dicp.vendor.cuda_graph import products, vendor
 from dicp.vendor.cuda_graph.templates import Launched, Operand
 from dicp.vendor.cuda_graph.templates.product import Plan, Product, kernels
 
@@ -156,13 +156,14 @@ def test_every_plan_compiles_for_every_gpu(
 def test_tf32_where_torch_allows_it(config: Config) -> None:
     made, _, _ = product(20, 32, 32, torch.float32, "none")
     assert '"ieee")' in kernels(made, TILE, ())[0].template.text
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        assert products.precision() == "tf32"
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    assert products.precision() == ("tf32" if before else "ieee")
+    for setting, on, off in (("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")):
+        before = torch.backends.cuda.matmul.fp32_precision
+        try:
+            for value, word in ((on, "tf32"), (off, "ieee")):
+                setattr(torch.backends.cuda.matmul, setting, value)
+                assert products.precision() == word and f"('{word}'" in vendor.fingerprint(config)
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
 
 
 # -- through torch.compile -----------------------------------------------------------------------------------

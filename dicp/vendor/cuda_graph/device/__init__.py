@@ -4,6 +4,7 @@ dim of a tile. emulate.py has the same for Triton's interpreter.
 """
 
 from dicp.vendor.cuda_graph.device.arithmetic import *  # noqa: F403
+from dicp.vendor.cuda_graph.device.atomics import *  # noqa: F403
 from dicp.vendor.cuda_graph.device.checks import *  # noqa: F403
 from dicp.vendor.cuda_graph.device.functions import *  # noqa: F403
 from dicp.vendor.cuda_graph.device.idioms import *  # noqa: F403

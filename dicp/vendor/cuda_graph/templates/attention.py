@@ -154,8 +154,8 @@ def _place(a: Attention, plan: Plan) -> list[str]:
     if a.packed:
         return [
             *lines,
-            f"kv_head = program // tiles % {heads}",
-            f"head = (kv_head * {a.group} + row // {number(a.rows)}).to(INDEX)",
+            f"kv_head = (program // tiles % {heads}).to(INDEX)",
+            f"head = kv_head * {a.group} + row // {number(a.rows)}",
             f"query = (row % {number(a.rows)}).to(INDEX)",
             f"live_q = row < {number(a.rows)} * {a.group}",
         ]
