@@ -373,6 +373,9 @@ def _apply(found: Attention, vendor: Claims) -> bool:
     """Put the call in the graph, if the vendor claims it."""
     emit = Emitter(found.root)
     q, k, v = (_split_heads(emit, o, found.heads) for o in (found.q, found.k, found.v))
+    if not _grouped_alike(q, k, v):
+        emit.undo()
+        return False
     mask = None if found.mask is None else _added_mask(emit, found.mask, q)
     target = torch.ops.dicp.attention.default
     call = emit(target, q, k, v, mask, found.causal, found.scale)
@@ -391,6 +394,17 @@ def _apply(found: Attention, vendor: Claims) -> bool:
         for dead in (*call.users, call):
             dead.graph.erase_node(dead)
     return True
+
+
+def _grouped_alike(q: Node, k: Node, v: Node) -> bool:
+    """Whether operands have the same batch, and heads of keys serve as many heads of queries each: views may
+    have regrouped them, each in another way."""
+    (batch, heads), *others = (value_of(n).shape[:2] for n in (q, k, v))
+    if not all(known_equal(batch, b) for b, _ in others) or not known_equal(others[0][1], others[1][1]):
+        return False
+    shared = others[0][1]
+    repeats = isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared == 0
+    return repeats or known_equal(heads, shared)
 
 
 def _split_heads(emit: Emitter, operand: Operand, heads: tuple[Any, Any] | None) -> Node:

@@ -229,3 +229,43 @@ def test_code_for_a_lesser_processor(isa: str) -> None:
     assert claims(seen) == [expected(torch.float32)]
     exact = F.scaled_dot_product_attention(*(t.double() for t in given))
     torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Groups of heads as batches."""
+    b, shared, s, d = k.shape
+    repeats = q.shape[1] // shared
+    k, v = (t[:, :, None].expand(b, shared, repeats, s, d).reshape(-1, repeats, s, d) for t in (k, v))
+    return F.scaled_dot_product_attention(q.reshape(b * shared, repeats, -1, d), k, v)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("batch, heads, shared", [(2, 8, 4), (2, 8, 2), (1, 8, 2), (3, 8, 1)])
+def test_groups_of_heads_as_batches(batch: int, heads: int, shared: int, dynamic: bool | None) -> None:
+    q, k, v = (torch.randn(batch, h, s, 16) for h, s in ((heads, 40), (shared, 48), (shared, 48)))
+    got = torch.compile(folded, backend="dicp_cpu", dynamic=dynamic)(q, k, v)
+    torch.testing.assert_close(got, folded(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "q, k, v, scores",
+    [
+        ((2, 3), (6,), (6,), (6, 1)),
+        ((2, 3), (6,), (6,), (1, 6)),
+        ((6,), (6,), (2, 3), (3, 2)),
+        ((12,), (12,), (4, 3), (2, 6)),
+        ((2, 3), (3, 2), (2, 3), (6, 1)),
+        ((8, 2), (2, 8), (2, 8), (4, 4)),
+        ((2, 3), (2, 3), (2, 3), (2, 3)),
+    ],
+)
+def test_operands_in_groups_of_their_own(q: Any, k: Any, v: Any, scores: Any) -> None:
+    """Each with another batch and other heads, and the same matrices in the same order."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        flat_q, flat_k, flat_v = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, v))
+        weights = (flat_q @ flat_k.mT).view(*scores, 40, 48).softmax(-1)
+        return torch.bmm(weights.view(-1, 40, 48), flat_v).view(*scores, 40, 16)
+
+    given = [torch.randn(*dims, rows, 16) for dims, rows in ((q, 40), (k, 48), (v, 48))]
+    torch.testing.assert_close(torch.compile(fn, backend="dicp_cpu")(*given), fn(*given))
