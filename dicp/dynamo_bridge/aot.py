@@ -19,8 +19,8 @@ from dicp.dynamo_bridge.activations import Activations, result_names
 from dicp.dynamo_bridge.lost_writes import refuse_lost_writes
 from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
-from dicp.passes.norms import round_normalised
 from dicp.passes.rematerialize import rematerialize
+from dicp.passes.rounded import round_alike
 from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
 from dicp.vendor.base import takes_graphs
@@ -104,7 +104,7 @@ class _Parts:
         """Edits a forward and its backward, given how many of the forward's results are not saved ones."""
         if _has_effects(forward):
             return
-        round_normalised(forward, backward)
+        round_alike(forward, backward)
         made = rematerialize(forward, backward, visible)
         self.activations.partitioned(backward, visible)
         if made.values:

@@ -7,26 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import insert, same_stride
-from dicp.passes.facts import ROUNDED, aten, base_of, prims, value_of
+from dicp.passes.facts import aten, prims, value_of
 
 _BATCH_NORMS = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 NORMS = (*_BATCH_NORMS, aten.native_layer_norm.default, aten.native_group_norm.default)
-
-
-def round_normalised(forward: GraphModule, backward: GraphModule) -> None:
-    """Have the forward's statistics of a norm and the backward's differences to them be of one tensor, the
-    rounded one. Of equal elements the difference is then exactly 0: any other is multiplied by the reciprocal
-    of a deviation that is eps alone."""
-    norms = [n for n in forward.graph.nodes if n.op == "call_function" and n.target in NORMS]
-    names = {base_of(n.args[0]).name for n in norms if value_of(n.args[0]).dtype in LOW_PRECISION}
-    for graph in (forward.graph, backward.graph):
-        for node in graph.nodes:
-            if node.op == "call_function" and node.name in names:
-                node.meta[ROUNDED] = True
 
 
 def is_norm(node: Node) -> bool:

@@ -120,6 +120,35 @@ def test_norm_of_equal_elements_has_no_spurious_gradient(dtype: torch.dtype, col
     assert (grads[1] - grads[0]).abs().max() <= 0.02 * grads[0].abs().max(), (grads[1] - grads[0]).abs().max()
 
 
+def swish(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+EXTREMES = {
+    "amax": lambda x: (x.tanh() * x.exp()).amax(-1),
+    "max": lambda x: swish(x * 1.5).max(),
+    "amin": lambda x: swish(x * 1.5 + 1).amin(0),
+    "largest_magnitude": lambda x: torch.linalg.vector_norm(swish(x), float("inf"), dim=-1),
+    "scaled": lambda x: (y := F.layer_norm(x, (64,)) * x) / y.abs().amax(-1, keepdim=True),
+    "maximum": lambda x: torch.maximum(swish(x), swish(x * 1.5)).amax(0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_the_backward_finds_the_largest_that_the_forward_found(name: str, dtype: torch.dtype) -> None:
+    """It looks for what is equal to it, in values that it makes again."""
+    fn, x = EXTREMES[name], torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def gradient(f, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(f(x).float().sum(), x)[0].double()
+
+    exact = gradient(fn, x.double())
+    mine, eager = (gradient(f, x) for f in (torch.compile(fn, backend="dicp_cpu", fullgraph=True), fn))
+    assert (mine - exact).norm() <= 2 * (eager - exact).norm() + 1e-6 * exact.norm()
+
+
 def test_two_forwards_before_the_backwards() -> None:
     w = r(6, 6).requires_grad_()
     f = torch.compile(lambda x, w: torch.tanh(x @ w).exp(), backend="dicp_cpu")
