@@ -7,7 +7,6 @@ A form is the text of a tuple, as `packs` gives it and programs keep it.
 from __future__ import annotations
 
 import ast
-import math
 import weakref
 from typing import Any
 
@@ -19,6 +18,7 @@ from dicp.passes.conv_matmul import can_be_product, convolution_of
 from dicp.vendor.cpu_graph.claims import depthwise, matmul, winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.claims.convolution import cuts_patches
+from dicp.vendor.cpu_graph.claims.gemm import panels
 from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl
 
 
@@ -56,8 +56,7 @@ def packs(node: fx.Node) -> str | None:
     if not onednn_has(w.dtype):
         return None
     if node.target is torch.ops.dicp.linear.default:
-        rows = math.prod(size_hint(n) for n in x.shape[:-1])
-        return repr(("linear", rows)) if matmul.packs(node) else None
+        return matmul.packs(node)
     if w.dim() != 4:
         return None
     if winograd.is_ahead(node) or depthwise.is_ahead(node) or _is_product(node):
@@ -84,9 +83,11 @@ def _pair(x: Any) -> list[int]:
     return [x[0], x[-1]]
 
 
-def pack(weight: torch.Tensor, form: str) -> Packed:
-    """The weight in that form."""
+def pack(weight: torch.Tensor, form: str) -> Packed | torch.Tensor:
+    """The weight in that form: what has the `data_ptr` that programs are given."""
     kind, *how = ast.literal_eval(form)
+    if kind == "panels":
+        return panels(weight.detach())
     if kind == "linear":  # of rows: oneDNN takes no others
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), *how))
     return Window(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how), weight.detach())

@@ -271,6 +271,8 @@ class SegmentWriter:
         """The C++ pointer of a window's first element, or nullptr."""
         if v is None:
             return "nullptr"
+        if v.buffer.kind == "packed":
+            return f"((const {STORAGE[v.buffer.dtype]}*){self._argument(v.buffer.name)})"
         start = self.pointer(v.buffer)
         return start if v.offset == 0 else f"{start} + {self.text(v.offset)}"
 

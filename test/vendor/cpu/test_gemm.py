@@ -343,7 +343,69 @@ def test_an_activation_and_a_sum_behind_it(
         return ACTIVATIONS[act]((exact if x.dtype == torch.float64 else layer)(x)) + other
 
     args = torch.randn(200, 200, dtype=dtype), torch.randn(200, 300, dtype=dtype)
-    check(fn, *args, claim=("tiles", "oneDNN"), freeze=frozen)
+    check(fn, *args, claim=("tiles", "packed tiles", "oneDNN"), freeze=frozen)
+
+
+@pytest.fixture
+def panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "LARGE_RESULT", 0)
+    monkeypatch.setattr(matmul, "PANEL_DEPTH", 0)
+
+
+def frozen(rows: int, depth: int, columns: int, act: str, bias: bool, **how: Any) -> None:
+    layer = torch.nn.Linear(depth, columns, bias=bias, dtype=torch.bfloat16)
+    exact = copy.deepcopy(layer).double()
+
+    def fn(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y = (exact if x.dtype == torch.float64 else layer)(x)
+        return ACTIVATIONS[act](y) + other if act else y
+
+    args = (torch.randn(size, dtype=torch.bfloat16) for size in ((rows, depth), (rows, columns)))
+    check(fn, *args, claim="packed tiles", freeze=True, **how)
+
+
+@pytest.mark.chosen
+@pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
+@pytest.mark.parametrize("act", ["", "gelu", "relu6"])
+@pytest.mark.parametrize(
+    "rows, depth, columns", [(20, 30, 600), (17, 512, 64), (257, 1026, 65), (700, 66, 130), (96, 800, 1000)]
+)
+@torch.no_grad()
+def test_panels_of_a_constant_weight(rows: int, depth: int, columns: int, act: str, panels: None) -> None:
+    """Rows of several blocks, depths of several sums, columns that end within a panel."""
+    frozen(rows, depth, columns, act, bias=columns % 2 == 0)
+
+
+@pytest.mark.chosen
+@pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
+@torch.no_grad()
+def test_panels_serve_rows_that_vary(panels: None) -> None:
+    layer = torch.nn.Linear(64, 200, dtype=torch.bfloat16)
+    f = torch.compile(layer, backend="dicp_cpu", dynamic=True, options={"freeze": True})
+    seen: list[Compiled] = []
+    for rows in (40, 600, 2, 17):
+        x = torch.randn(rows, 64, dtype=torch.bfloat16)
+        with observe(seen.append):
+            got = f(x)
+        torch.testing.assert_close(got, layer(x))
+    assert [c.claim.name for s in seen for c in s.program.library_calls] == ["linear: packed tiles"]
+
+
+@pytest.mark.chosen
+@pytest.mark.skipif(not available(torch.bfloat16), reason="no products of bf16")
+@pytest.mark.parametrize("rows, packed", [(100, "oneDNN"), (2000, "packed tiles")])
+@torch.no_grad()
+def test_panels_are_of_large_results(rows: int, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which oneDNN would allocate; of an odd depth there are none."""
+    monkeypatch.setattr(matmul, "LARGE_RESULT", 8 << 20)
+    seen: list[Compiled] = []
+    for depth in (768, 769):
+        torch._dynamo.reset()
+        layer = torch.nn.Linear(depth, 2200, dtype=torch.bfloat16)
+        with observe(seen.append):
+            torch.compile(layer, backend="dicp_cpu", options={"freeze": True})(torch.randn(rows, depth).bfloat16())
+    names = [c.claim.name for s in seen for c in s.program.library_calls]
+    assert names == [f"linear: {packed}", "linear: oneDNN"]
 
 
 @pytest.mark.chosen

@@ -82,7 +82,9 @@ def supports(target: Any, node: fx.Node) -> bool:
     if target is torch.ops.dicp.linear.default:
         if node.args[1].meta["val"].stride(0) == 1 != node.args[1].meta["val"].stride(1):
             # oneDNN and the tiles read rows of weights
-            return is_constant(node.args[1]) and matmul.packs(node)
+            return is_constant(node.args[1]) and matmul.packs(node) is not None
+        if is_constant(node.args[1]) and matmul.packs(node) is not None:
+            return True
         ours = matmul.reads_weights(node) or matmul.prefers_pairs(node) or matmul.prefers_tiles(node)
         return ours or prefers_onednn(node)
     if target is torch.ops.dicp.scaled_linear.default:

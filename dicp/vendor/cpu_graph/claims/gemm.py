@@ -42,11 +42,13 @@ class Tiles(NamedTuple):
 TILES = Tiles((512, 128), (128, 512), None)
 TILES_OF_SHORT_VECTORS = Tiles((512, 256), (256, 512), 2 * DEPTH_TILE)
 FEW_ROWS, FEW_ROWS_OF_PAIRS, PANEL, STRIP = 512, 128, 128, 16
+PACKED_ROWS, PACKED_PANEL = 256, 64
+"""As in dicp_gemm_packed.h."""
 REACH = 1 << 22
 """As in dicp_gemm_transposed.h; elements between weights of two columns."""
 
 _SOURCE = """\
-#include "dicp_gemm.h"
+#include "{header}.h"
 using namespace dicp;
 
 extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
@@ -91,6 +93,40 @@ def gemm_pairs(label: str, node: fx.Node) -> Claim | None:
         prepare=lambda lowering, n, args: _prepare_pairs(lowering, args, at),
         workspace=lambda lowering, n, args: pairs_workspace(lowering, rows, depth),
     )
+
+
+def gemm_packed(node: fx.Node) -> Claim:
+    """The claim by tiles in bf16 of a weight in `panels`."""
+    at = operands_of(node)
+    assert at is not None
+
+    def rows_of(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+        args = list(args)
+        for k in (at.x, at.bias, at.other):
+            if k is not None and k < len(args) and args[k] is not None:
+                args[k] = lowering.operand(args[k], dense=True)
+        return args
+
+    def space_of(lowering: Any, n: fx.Node, args: Sequence[Any]) -> int:
+        threads = int(lowering.vendor.machine(lowering.config).threads)
+        return 4 * threads * PACKED_ROWS * PACKED_PANEL
+
+    return Claim(
+        "linear: packed tiles",
+        lambda writer, call: _emit(writer, call, at, "gemm_packed", "dicp_gemm_packed"),
+        out=True,
+        prepare=rows_of,
+        workspace=space_of,
+    )
+
+
+def panels(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] of bf16 as the header reads it: [panels, K / 2, PACKED_PANEL, 2], zeros behind the last column.
+    K is even."""
+    n, depth = weight.shape
+    count = -(-n // PACKED_PANEL)
+    whole = torch.nn.functional.pad(weight, (0, 0, 0, count * PACKED_PANEL - n))
+    return whole.reshape(count, PACKED_PANEL, depth // 2, 2).transpose(1, 2).contiguous()
 
 
 def _prepare_pairs(lowering: Any, args: Sequence[Any], at: Operands) -> Sequence[Any]:
@@ -152,14 +188,16 @@ def _most(size: Any, tile: int) -> int:
     return min(size, tile) if isinstance(size, int) else tile
 
 
-def _emit(writer: Any, call: Call, at: Operands, function: str) -> None:
+def _emit(writer: Any, call: Call, at: Operands, function: str, header: str = "dicp_gemm") -> None:
     g = given(call, at)
     words, (act, _) = g.kinds(), activation_of(at.act)
     name = f"{function}_{'_'.join(dict.fromkeys(words.values()))}_{act}"
     parameters = f"{PARAMETERS.format(**words)}, {SPACE}"
-    source = _SOURCE.format(name=name, parameters=parameters, function=function, act=act.upper())
+    source = _SOURCE.format(
+        header=header, name=name, parameters=parameters, function=function, act=act.upper()
+    )
     template = str(writer.template(name, parameters, source, "light"))
     writer.call(call, template, [*arguments(writer, g, at.act), *space(writer, call)])
 
 
-__all__ = ["gemm", "gemm_pairs", "pairs_workspace", "workspace"]
+__all__ = ["gemm", "gemm_packed", "gemm_pairs", "pairs_workspace", "panels", "workspace"]

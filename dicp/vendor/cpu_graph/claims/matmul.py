@@ -30,9 +30,10 @@ from dicp.vendor.cpu_graph.claims.common import (
     onednn_has,
     transposed,
 )
-from dicp.vendor.cpu_graph.claims.gemm import gemm, gemm_pairs
+from dicp.vendor.cpu_graph.claims.gemm import gemm, gemm_packed, gemm_pairs
 from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
 from dicp.vendor.cpu_graph.claims.operands import is_batched, operands_of
+from dicp.vendor.cpu_graph.microkernels import available
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 
@@ -274,18 +275,37 @@ def prefers_pairs(node: fx.Node) -> bool:
     return gemm_pairs("product", node) is not None and _from_memory(node)
 
 
+PANELS = repr(("panels",))
+PANEL_DEPTH = 768
+"""Depth from which on tiles of packed weights take as long as oneDNN."""
 FEW_ROWS = 16
 """Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
 blocks, other than in bfloat16."""
 
 
-def packs(node: fx.Node) -> bool:
-    """Whether the weight of a dicp::linear, if it is constant, had better be in oneDNN's own form."""
+def packs(node: fx.Node) -> str | None:
+    """The form that the weight of a dicp::linear, if it is constant, had better have: that of our tiles or
+    oneDNN's own; None where it had better lie as it does."""
+    if prefers_panels(node):
+        return PANELS
     x = _left(node)
-    few = x.dtype == torch.float32 and size_hint(math.prod(x.shape[:-1])) < FEW_ROWS
-    if few or not prefers_onednn(node) or reads_weights(node):
+    rows = math.prod(size_hint(n) for n in x.shape[:-1])
+    if x.dtype == torch.float32 and rows < FEW_ROWS or not prefers_onednn(node) or reads_weights(node):
+        return None
+    return None if result_is_large(node) and prefers_tiles(node) else repr(("linear", rows))
+
+
+def prefers_panels(node: fx.Node) -> bool:
+    """Whether tiles of bf16 serve a product of a constant weight better than oneDNN does: where the result
+    is large, which oneDNN would allocate, or has an activation and a sum, unless the depth is so small that
+    writing and reading the sums takes long."""
+    x, at = _left(node), operands_of(node)
+    if at is None or not x.dtype == dtype_of(node) == torch.bfloat16 or not available(torch.bfloat16):
         return False
-    return not (result_is_large(node) and prefers_tiles(node))
+    depth = x.shape[-1]
+    if reads_weights(node) or not isinstance(depth, int) or depth % 2 or depth < PANEL_DEPTH:
+        return False
+    return result_is_large(node) or not _onednn_serves(node)
 
 
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
@@ -334,8 +354,9 @@ def linear(node: fx.Node, config: Any) -> list[Claim]:
         _linear_call(w, c, c.args[0], c.args[1], bias, other, act)
 
     library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
-    if PACKED in node.args[1].meta:  # type: ignore[union-attr]
-        return [library]
+    form = node.args[1].meta.get(PACKED)  # type: ignore[union-attr]
+    if form is not None:
+        return [gemm_packed(node) if form == PANELS else library]
     plain = act == "none" and argument(node, 3, "other", None) is None
     blas = Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2)) if plain else None
     return _ordered("linear", node, config, blas, library)

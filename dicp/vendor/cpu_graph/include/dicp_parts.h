@@ -4,6 +4,7 @@
 
 extern "C" int omp_get_max_threads();
 extern "C" int omp_get_thread_num();
+extern "C" int omp_get_num_threads();
 
 #define INLINE __attribute__((always_inline))  // of a lambda
 
