@@ -8,6 +8,7 @@ Products write into planned memory; the others allocate. Interpreted on CPU tens
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -173,10 +174,12 @@ def attend(
     """dicp::attention by the best kernel torch has for it; [B, H, S, D] lying in memory as [B, S, H, D]."""
     q, k, v, mask = map(at_vector, (q, k, v, mask))
     if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-        mask = mask.to(q.dtype)
+        # what is finite stays so: a row that it closes has a mean of v, one that -inf closes is 0
+        lowest = torch.finfo(q.dtype).min
+        mask = torch.where(mask == -math.inf, mask, mask.clamp(min=lowest)).to(q.dtype)
     if causal and mask is not None:  # torch takes one or the other
         open_ = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        mask = mask & open_ if mask.dtype == torch.bool else mask.masked_fill(~open_, float("-inf"))
+        mask = mask & open_ if mask.dtype == torch.bool else mask.masked_fill(~open_, -math.inf)
         causal = False
     return F.scaled_dot_product_attention(
         q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
