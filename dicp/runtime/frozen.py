@@ -187,11 +187,16 @@ def _watch_steps() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():  # a compiled step writes through torch's counters
-        return
-    written = {id(p) for g in optimizer.param_groups if g.get("fused") for p in g["params"]}
-    for frozen in list(_all) if written else ():
-        frozen.written(written)
+    written = [p for g in optimizer.param_groups if g.get("fused") for p in g["params"]]
+    if written:
+        _have_changed(written)
+
+
+@torch.compiler.disable(reason="a step of a fused optimizer is made known to graphs with frozen weights")
+def _have_changed(weights: list[torch.Tensor]) -> None:
+    ids = set(map(id, weights))
+    for frozen in list(_all):
+        frozen.written(ids)
 
 
 def refresh() -> None:

@@ -270,6 +270,12 @@ def a_fused_step_of_an_optimizer(m: Scaled) -> None:
     torch.optim.AdamW(m.parameters(), lr=0.1, fused=True).step()
 
 
+def a_compiled_fused_step(m: Scaled) -> None:
+    with torch.enable_grad():
+        m.weight.grad = torch.ones_like(m.weight)
+        torch.compile(torch.optim.AdamW(m.parameters(), lr=0.1, fused=True).step, backend="eager")()
+
+
 def through_a_view(m: Scaled) -> None:
     m.weight.detach()[2:].zero_()
 
@@ -289,6 +295,7 @@ CHANGES = (
     assigning_a_checkpoint,
     replacing_a_parameter,
     a_fused_step_of_an_optimizer,
+    a_compiled_fused_step,
     setting_data,
     setting_data_twice,
     a_step_of_an_optimizer,
