@@ -20,6 +20,8 @@ def _matmul(rng: random.Random, t: list[torch.Tensor]) -> Answer:
             rng,
             "F.linear({0}, {1})",
             "F.relu(F.linear({0}, {1}))",
+            "F.gelu(F.linear({0}, {1})) + F.linear({0}, {1}).flip(-1)",
+            "F.linear({0}, {1}).flip(0) + F.silu(F.linear({0}, {1}, {1}[:, 0]))",
             "{0} @ {1}.mT",
             "F.linear({0}, {1}, {1}[:, 0])",
         )

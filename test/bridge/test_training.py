@@ -149,6 +149,13 @@ def test_the_backward_finds_the_largest_that_the_forward_found(name: str, dtype:
     assert (mine - exact).norm() <= 2 * (eager - exact).norm() + 1e-6 * exact.norm()
 
 
+@pytest.mark.parametrize("act", [F.hardswish, F.elu, F.selu, F.celu], ids=lambda f: f.__name__)
+def test_the_gradient_at_nan_is_nan(act) -> None:
+    x = torch.full((64,), float("nan"), requires_grad=True)
+    (got,) = torch.autograd.grad(torch.compile(act, backend="dicp_cpu")(x).sum(), x)
+    assert got.isnan().all()
+
+
 def test_two_forwards_before_the_backwards() -> None:
     w = r(6, 6).requires_grad_()
     f = torch.compile(lambda x, w: torch.tanh(x @ w).exp(), backend="dicp_cpu")

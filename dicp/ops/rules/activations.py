@@ -49,11 +49,11 @@ def elu(x: Expr, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.
 def elu_backward(
     grad: Expr, y: Expr, alpha: float, scale: float, input_scale: float, is_result: bool
 ) -> Expr:
-    """Gradient of elu from its input, or (is_result) from its output."""
+    """Gradient of elu from its input, or (is_result) from its output; NaN where that is."""
     slope = alpha * scale
     below = (grad * input_scale * (y + slope) if is_result else
              grad * (input_scale * slope) * s.exp(y * input_scale))
-    return s.where(y <= 0, below, grad * scale)
+    return s.where(y > 0, grad * scale, below)
 
 
 def celu(x: Expr, alpha: float = 1.0) -> Expr:
@@ -81,7 +81,8 @@ def hard_clip(x: Expr) -> Expr:
 
 
 def hardswish_backward(grad: Expr, x: Expr) -> Expr:
-    return s.where(x <= -3, 0.0, s.where(x < 3, grad * (x / 3 + 0.5), grad))
+    """NaN where x is."""
+    return s.where(x <= -3, 0.0, s.where(x >= 3, grad, grad * (x / 3 + 0.5)))
 
 
 def softshrink(x: Expr, lambd: float = 0.5) -> Expr:
