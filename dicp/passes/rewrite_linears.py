@@ -252,8 +252,10 @@ def _put(call: Node, j: Joined, order: dict[Node, int]) -> None:
     with call.graph.inserting_before(call.next):
         for k, root in enumerate(j.roots):
             y, shape = insert(call.graph, operator.getitem, (call, k), like=root), value_of(root).shape
+            order[y] = order[call]
             if value_of(y).shape != shape:
                 y = insert(call.graph, aten.view.default, (y, list(shape)), like=root)
+                order[y] = order[call]
             root.replace_all_uses_with(y)
 
 

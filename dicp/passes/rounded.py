@@ -11,7 +11,7 @@ from dicp.ir.expr import LOW_PRECISION
 from dicp.passes.facts import ROUNDED, aten, base_of, is_tensor, value_of
 from dicp.passes.norms import NORMS
 
-_COMPARISONS = (aten.eq.Tensor, aten.ne.Tensor)
+_COMPARISONS = tuple(getattr(aten, name).Tensor for name in ("eq", "ne", "le", "ge", "lt", "gt"))
 
 
 def round_alike(forward: GraphModule, backward: GraphModule) -> None:
@@ -39,8 +39,8 @@ def _normalised(forward: GraphModule) -> Iterator[Node]:
 
 
 def _compared(backward: GraphModule) -> Iterator[Node]:
-    """What is compared for equality: with the largest of it, say, which the forward kept. There would be none
-    that is equal, and the gradient 0 / 0."""
+    """What is compared: with the largest of it, say, which the forward kept. There would be none that is
+    equal, and the gradient 0 / 0, or one that is limited to it, whose gradient would be 0."""
     for node in backward.graph.nodes:
         if node.op == "call_function" and node.target in _COMPARISONS:
             yield from (base_of(a) for a in node.args)

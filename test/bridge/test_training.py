@@ -149,6 +149,42 @@ def test_the_backward_finds_the_largest_that_the_forward_found(name: str, dtype:
     assert (mine - exact).norm() <= 2 * (eager - exact).norm() + 1e-6 * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(15, 7), (3, 35), (300, 7)])
+def test_each_copy_of_an_expression_gives_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of two products and their sum, in the forward and the backward, and in two loops of one kernel."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape, dtype=dtype) for _ in range(2))
+    smallest = torch.compile(lambda a, b: (a * a + b * b).amin(0), backend="dicp_cpu", fullgraph=True)
+    x = a.clone().requires_grad_()
+    (got,) = torch.autograd.grad(smallest(x, b).sum(), x)
+    assert got.isfinite().all() and torch.equal((got != 0).sum(0), torch.ones(shape[1], dtype=torch.int64))
+
+    @torch.compile(backend="dicp_cpu", fullgraph=True)
+    def held(a, b):
+        z = a * a + b * b
+        largest = z.amax(0)
+        return (z == largest).any(0), z > largest
+
+    found, above = held(a, b)
+    assert found.all() and not above.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_limited_to_its_largest_keeps_its_gradient(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(128, 512).to(dtype).requires_grad_() for _ in range(2))
+
+    def fn(a, b):
+        z = F.gelu(a + b)
+        return z.clamp(max=z.amax(-1, keepdim=True).detach())
+
+    got = torch.compile(fn, backend="dicp_cpu", fullgraph=True)(a, b)
+    largest = got.detach() == got.detach().amax(-1, keepdim=True)
+    (grad,) = torch.autograd.grad(got.sum(), a)
+    assert not ((grad == 0) & largest).any()
+
+
 @pytest.mark.parametrize("act", [F.hardswish, F.elu, F.selu, F.celu], ids=lambda f: f.__name__)
 def test_the_gradient_at_nan_is_nan(act) -> None:
     x = torch.full((64,), float("nan"), requires_grad=True)

@@ -536,3 +536,20 @@ def test_complex_zeros_are_subtracted() -> None:
         return x - torch.zeros_like(x)
 
     assert torch.equal(torch.compile(f, backend="dicp_cpu")(x), f(x))
+
+
+SEARCHES = {
+    "isin": lambda y: torch.isin(y[0], y[0]),
+    "searchsorted": lambda y: torch.searchsorted(y.sort(-1).values, y),
+    "right": lambda y: torch.searchsorted(y.sort(-1).values, y, right=True),
+    "bucketize": lambda y: torch.bucketize(y, torch.linspace(-2, 2, 33, dtype=y.dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_what_is_searched_for_is_as_it_would_be_stored(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, t = torch.randn(6, 40).to(dtype), torch.randn(6, 1).to(dtype)
+    got = torch.compile(lambda x, t: SEARCHES[name](x * t), backend="dicp_cpu", fullgraph=True)(x, t)
+    assert torch.equal(got, SEARCHES[name](x * t))

@@ -145,8 +145,13 @@ def test_units_are_optimised_as_much_as_they_ask_for() -> None:
         return [flag for flag in code if flag.startswith("-O") or flag in light[1:]]
 
     gcc = [level("g++ 12.2.0 | x86_64", effort) for effort in toolchain.EFFORTS]
-    assert gcc == [["-O3"], light, ["-O0"]]
-    assert [level("clang version 16.0.6 | x86_64", effort) for effort in toolchain.EFFORTS] == [["-O3"], ["-O3"], ["-O0"]]
+    assert gcc == [["-O3"], ["-O3"], light, ["-O0"]]
+    clang = [level("clang version 16.0.6 | x86_64", effort) for effort in toolchain.EFFORTS]
+    assert clang == [["-O3"], ["-O3"], ["-O3"], ["-O0"]]
+    contracts = [
+        "-ffp-contract=fast" in toolchain.flags(Config(), effort=effort).code for effort in toolchain.EFFORTS
+    ]
+    assert contracts == [True, False, True, True]
 
 
 @pytest.mark.skipif(toolchain.host_isa(Config()) == "portable", reason="torch exports no 4-lane SLEEF")

@@ -166,20 +166,21 @@ def searchsorted(b: Builder, node: torch.fx.Node, boundaries: Value, x: Any, *, 
 
 
 def search(boundaries: Value, x: Value, rows: Shape, shape: Shape, out: torch.dtype, right: bool) -> Value:
-    """How many boundaries of its row are below (right: not above) each x: a binary search, bit by bit."""
+    """How many boundaries of its row are below (right: not above) each x: a binary search, bit by bit. Both
+    are compared as they are stored: boundaries that were sorted have been."""
     count = boundaries.shape[-1]
     if not isinstance(count, int):
         raise Declined("search among a symbolic number of boundaries")
     wide = torch.promote_types(ex.compute_dtype(boundaries.dtype), ex.compute_dtype(x.dtype))
 
     def element(idx: Indices) -> Expr:
-        value = ex.cast(x(idx), wide)
+        value = ex.cast(ex.round_to(x(idx), x.dtype), wide)
         found: Expr = s.const(0, torch.int64)
         for bit in reversed(range(count.bit_length())):
             probe = found + (1 << bit)
             at = ix.of(ix.Opaque(probe - 1, count))
             border = ex.masked(probe <= count, lambda at=at: ex.cast(  # type: ignore[misc]
-                boundaries((*idx[:len(rows)], at)), wide), 0)
+                ex.round_to(boundaries((*idx[:len(rows)], at)), boundaries.dtype), wide), 0)
             # "not above" is said so that NaN sorts last, as torch sorts it.
             below = s.lnot(border > value) if right else s.lnot(border >= value)
             found = ex.where(s.land(probe <= count, below), probe, found)

@@ -133,7 +133,7 @@ def kernel_units(program: Program, names: Mapping[str, str], lanes: int) -> list
         chunk = texts[k : k + size]
         source = "\n\n".join([PRELUDE, *(t.text for t in chunk)])
         lines = tuple(dict.fromkeys(o for t in chunk for o in t.origins))
-        units.append(Unit("_".join(["kernels", chunk[0].name]), source + "\n", lines))
+        units.append(Unit("_".join(["kernels", chunk[0].name]), source + "\n", lines, effort="exact"))
     return units
 
 

@@ -33,8 +33,10 @@ INSTALL = (
     "install one (apt-get install g++ | dnf install gcc-c++ | conda install cxx-compiler), "
     "or set DICP_CXX to a C++17 compiler"
 )
-Effort = Literal["full", "light", "none"]
-"""How much the compiler optimises: all it can; what code of whole vectors needs whose loops are unrolled by
+Effort = Literal["full", "exact", "light", "none"]
+"""How much the compiler optimises: all it can; that, but for contractions of products and sums, each copy of
+an expression having another (of a*a + b*b either product may be rounded, so that no element of a kernel's
+equals the largest that another found); what code of whole vectors needs whose loops are unrolled by
 its own word, in about half of the time (for g++: what clang makes of that was not measured); or nothing, for
 code without loops, where optimising takes longer than it can save."""
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -43,6 +45,7 @@ EFFORTS: tuple[Effort, ...] = get_args(Effort)
 # embeddings, pools), attention, products of few rows and depthwise gradients are slower with so little.
 _LEVELS: dict[Effort, tuple[str, ...]] = {
     "full": ("-O3",),
+    "exact": ("-O3",),
     "light": ("-O1", "-fpeel-loops", "-fexpensive-optimizations"),
     "none": ("-O0",),
 }
@@ -239,7 +242,7 @@ def lanes(config: Config) -> int:
 def flags(config: Config, identity: str = "", effort: Effort = "full") -> Flags:
     """Arguments for one unit, without source and output; `identity` tells clang from gcc."""
     isa = host_isa(config)
-    contract = "off" if config.numerics == "eager" else "fast"
+    contract = "off" if config.numerics == "eager" or effort == "exact" else "fast"
     clang = "clang" in identity
     level = _LEVELS["full" if clang and effort == "light" else effort]
     code = [*level, *_COMMON, *_MATH, *_QUIET]

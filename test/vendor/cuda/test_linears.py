@@ -283,3 +283,17 @@ def test_weights_that_lie_otherwise(cuda_cache: str) -> None:
     got, calls = programs(net, x, cuda_cache)
     assert not any("linears" in name for name in calls)
     torch.testing.assert_close(got, net(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_joined_result_is_the_bias_of_joined_layers(cuda_cache: str) -> None:
+    """Of another x: theirs stand behind what they read."""
+
+    def fn(x: Tensor, z: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        gate, other = F.silu(F.linear(x, w[0])), F.linear(z, w[2], b)
+        made = gate * F.linear(x, w[1])
+        return other, F.linear(z, w[3], made.view(32))
+
+    args = torch.randn(1, 32), torch.randn(2, 32), torch.randn(4, 32, 32), torch.randn(32)
+    with torch.no_grad():
+        f = torch.compile(fn, backend=dicp_cuda, options={"interpret": True, "cache_dir": cuda_cache})
+        torch.testing.assert_close(f(*args), fn(*args), rtol=1e-4, atol=1e-4)
