@@ -21,6 +21,7 @@ from dicp.vendor.cpu_graph.claims import matmul
 from dicp.vendor.cpu_graph.claims.common import onednn_has
 
 LOW = (torch.bfloat16, torch.float16)
+CONSTANT = ((128, 1024, 32000), (256, 768, 50257), (256, 1024, 151936), (1024, 768, 3072), (6272, 96, 384))
 
 
 def low_precision(label: str, flops: float, fn: Callable[..., Tensor], *operands: Tensor) -> None:
@@ -41,10 +42,12 @@ def through_float32(fn: Callable[..., Tensor], given: list[Tensor]) -> Tensor:
     return fn(*(t.float() for t in given)).to(given[0].dtype)
 
 
-def by_dicp(fn: Callable[..., Tensor], given: Sequence[Tensor]) -> tuple[functools.partial[Tensor], str]:
+def by_dicp(
+    fn: Callable[..., Tensor], given: Sequence[Tensor], **options: bool
+) -> tuple[functools.partial[Tensor], str]:
     """fn compiled for these operands, and which call serves it. What is to be compared is not reset between:
     it would be compiled again, for what is preferred then."""
-    compiled, seen = torch.compile(fn, backend="dicp_cpu"), []
+    compiled, seen = torch.compile(fn, backend="dicp_cpu", options=options or None), []
     with observe(seen.append):
         compiled(*given)
     names = [call.claim.name.rpartition(": ")[2] for found in seen for call in found.program.library_calls]
@@ -128,6 +131,22 @@ def pairs(rows: int, depth: int, columns: int, times: int = 24) -> None:
     print(f"bf16, compiled {rows}x{depth}x{columns}: {figures}", flush=True)
 
 
+def constant(rows: int, depth: int, columns: int) -> None:
+    """GF/s in bf16 of a frozen linear layer: packed for oneDNN, and in panels for our tiles."""
+    x, layer = torch.randn(rows, depth).bfloat16(), torch.nn.Linear(depth, columns, bias=False).bfloat16()
+    torch._dynamo.reset()
+    calls = {}
+    for fn, large in ((lambda x: layer(x), 1 << 62), (lambda x: layer(x), 0)):
+        forms = patch.multiple(matmul, LARGE_RESULT=large, PANEL_DEPTH=0)
+        with forms, torch.no_grad():
+            call, name = by_dicp(fn, (x,), freeze=True)
+        calls[name] = torch.no_grad()(call)
+    flops = 2.0 * rows * depth * columns
+    rates = [flops / ms / 1e6 for ms in alternating(list(calls.values()), 9)]
+    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in zip(calls, rates, strict=True))
+    print(f"bf16, frozen {rows}x{depth}x{columns}: {figures}", flush=True)
+
+
 def rates_in_turn(fns: Sequence[Callable[..., Tensor]], x: Tensor, weights: Sequence[Tensor]) -> list[float]:
     """GF/s of each fn."""
 
@@ -191,6 +210,9 @@ def main() -> None:
             tiles(rows, depth, columns)
             if in_bf16:
                 pairs(rows, depth, columns)
+    if in_bf16:
+        for sizes in CONSTANT:
+            constant(*sizes)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: MKL, oneDNN, dicp_cpu")
     for depth in (256, 1024, 1152, 2048, 2816):
         for rows in (16, 64, 256, 1024):

@@ -175,8 +175,6 @@ def _load(buffer: Buffer, idx: tuple[Index, ...]) -> Expr:
     """An element of memory; 0 where it is looked up in a dimension that has none."""
     flat = buffer.flat(idx)
     load = Expr("load", (buffer.name, flat), ex.compute_dtype(buffer.dtype))
-    if not ix.may_be_empty(flat):
-        return load
     for a in ix.atoms(flat):
         if not isinstance(a, ix.Opaque):
             continue

@@ -415,7 +415,7 @@ def emitted(launch: Launch, lanes: int) -> Emitted:
 
 
 def unit_of(kernels: list[Emitted]) -> Unit:
-    return Unit(kernels[0].name, "\n\n".join([PRELUDE, *(k.text for k in kernels), ""]))
+    return Unit(kernels[0].name, "\n\n".join([PRELUDE, *(k.text for k in kernels), ""]), effort="exact")
 
 
 @functools.cache
@@ -473,7 +473,7 @@ def guarded(memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: str, intermediate: bool = False) -> None:
-    """Rounding of the last place per operation is allowed: kernels may contract, and sum in another order.
+    """Rounding of the last place per operation is allowed: kernels may sum in another order.
 
     intermediate: eager also rounds every intermediate result to a low precision, which kernels keep in float32.
     """

@@ -127,6 +127,7 @@ class Instance:
     static: dict[int, torch.Tensor]
     chained: tuple[int, ...]  # the addresses of inputs that are results of other captures
     results: Any
+    expanded: frozenset[int] = frozenset()  # of the copied inputs
     tensors: list[torch.Tensor] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)  # users of each result when nobody holds it
 
@@ -339,7 +340,8 @@ class Graphed:
             return None
         in_place = {given[k].untyped_storage().data_ptr(): k for k in self.tensors if k not in static}
         kept = _kept(_flat(results), given, in_place)
-        made = Instance(replay, static, chained, kept)
+        expanded = frozenset(k for k, t in static.items() if stored(t) is not t)
+        made = Instance(replay, static, chained, kept, expanded)
         made.tensors = [
             t for t in kept if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in in_place
         ]
@@ -356,7 +358,10 @@ class Graphed:
             if args[k].is_cpu and not t.is_cpu:  # a number, whose memory may be pinned, and written again
                 t.fill_(args[k].item())
             else:
-                stored(t).copy_(stored(args[k]), non_blocking=True)
+                source = args[k]
+                if k in instance.expanded:
+                    t, source = stored(t), stored(source)
+                t.copy_(source, non_blocking=True)
         instance.replay()
         for k in self.mutated & set(instance.static):
             args[k].copy_(instance.static[k], non_blocking=True)

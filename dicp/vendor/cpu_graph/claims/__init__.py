@@ -80,11 +80,10 @@ def supports(target: Any, node: fx.Node) -> bool:
     if _empty(node):
         return False
     if target is torch.ops.dicp.linear.default:
-        if node.args[1].meta["val"].stride(0) == 1 != node.args[1].meta["val"].stride(1):
-            # oneDNN and the tiles read rows of weights
-            return is_constant(node.args[1]) and matmul.packs(node) is not None
-        if is_constant(node.args[1]) and matmul.packs(node) is not None:
-            return True
+        w = node.args[1].meta["val"]
+        packed = is_constant(node.args[1]) and matmul.packs(node) is not None
+        if packed or w.stride(0) == 1 != w.stride(1):
+            return packed  # oneDNN and the tiles read rows of weights
         ours = matmul.reads_weights(node) or matmul.prefers_pairs(node) or matmul.prefers_tiles(node)
         return ours or prefers_onednn(node)
     if target is torch.ops.dicp.scaled_linear.default:

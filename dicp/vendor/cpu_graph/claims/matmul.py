@@ -297,8 +297,8 @@ def packs(node: fx.Node) -> str | None:
 
 def prefers_panels(node: fx.Node) -> bool:
     """Whether tiles of bf16 serve a product of a constant weight better than oneDNN does: where the result
-    is large, which oneDNN would allocate, or has an activation and a sum, unless the depth is so small that
-    writing and reading the sums takes long."""
+    is large, which oneDNN would allocate, or what follows is not oneDNN's (ReLU, or an activation and a sum),
+    unless the depth is so small that writing and reading the sums takes long."""
     x, at = _left(node), operands_of(node)
     if at is None or not x.dtype == dtype_of(node) == torch.bfloat16 or not available(torch.bfloat16):
         return False
