@@ -205,11 +205,13 @@ class Runner:
             elif isinstance(bound, ix.Poly) and bound.is_atom:
                 self._bind(bound, arg, needed)
         self._read_bits()
-        given: list[tuple[Index, str]] = []
+        sizes: list[tuple[Index, str]] = []
+        strides: list[tuple[Index, str]] = []  # last: of dims of one element they may be any
         for arg, bound in zip(names, self.lowered.inputs, strict=True):
             if isinstance(bound, Buffer):
-                given += [(n, f"{arg}.size({d})") for d, n in enumerate(bound.shape)]
-                given += [(n, f"{arg}.stride({d})") for d, n in enumerate(bound.strides)]
+                sizes += [(n, f"{arg}.size({d})") for d, n in enumerate(bound.shape)]
+                strides += [(n, f"{arg}.stride({d})") for d, n in enumerate(bound.strides)]
+        given = [*sizes, *strides]
         for n, source in given:
             if isinstance(n, ix.Poly) and n.is_atom:
                 self._bind(n, source, needed)
