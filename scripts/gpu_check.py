@@ -194,12 +194,12 @@ def second_part(report: Report, gate: Gate) -> None:
     take(report, "models", rows)
 
 
-def wait_for(gate: Gate, rows: Sequence[Measurement], seconds: float) -> None:
-    """Until all are ready to measure, or have ended."""
+def wait_for(gate: Gate, rows: Sequence[Measurement], seconds: float, but: int = 0) -> None:
+    """Until all but so many are ready to measure, or have ended."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         ended = sum(row.process.poll() is not None for row in rows)
-        if gate.waiting + ended >= len(rows):
+        if gate.waiting + ended >= len(rows) - but:
             return
         time.sleep(0.2)
 
@@ -238,18 +238,19 @@ def compile_times(report: Report) -> None:
 
 
 def tuned(report: Report, gate: Gate) -> None:
-    """Inductor's max-autotune beside dicp's: three models tune at a time, measured when all are ready."""
+    """Inductor's max-autotune beside dicp's: three models tune at a time, those that take longest first;
+    measured when all are ready."""
     from dicp.bench.run import Job
     from dicp.bench.workloads import Setting
 
     setting = Setting("inference", "bf16", device="cuda", batch=BATCH["inference"])
     end, rows = report.left * 0.4, []
     with gate.shut():
-        for k in range(0, len(MODELS), 3):
-            if report.left < end:
-                break
-            rows += [bench(Job("steady", name, setting, TUNED, lock=gate.path)) for name in MODELS[k : k + 3]]
-            wait_for(gate, rows, report.left - end)
+        for name in reversed(MODELS):
+            wait_for(gate, rows, report.left - end, but=2)
+            if report.left > end:
+                rows.append(bench(Job("steady", name, setting, TUNED, lock=gate.path)))
+        wait_for(gate, rows, report.left - end)
     take(report, "tuned", rows)
 
 

@@ -77,6 +77,8 @@ class Source(Protocol):
     @property
     def registers(self) -> int | None: ...
     @property
+    def contracted(self) -> bool: ...
+    @property
     def checks(self) -> bool: ...
     @property
     def grid(self) -> str: ...
@@ -130,7 +132,7 @@ def compile_for(
     attrs = {(k,): hint for k in range(len(source.params))} if aligned else {}
     if round_sizes:
         attrs |= {(len(source.params) + k,): hint for k in range(len(source.sizes))}
-    options = {"num_warps": source.warps, "enable_fp_fusion": fusion}
+    options = {"num_warps": source.warps, "enable_fp_fusion": fusion and source.contracted}
     options |= {} if source.stages is None else {"num_stages": source.stages}
     options |= {} if source.registers is None else {"maxnreg": source.registers}
     try:

@@ -28,6 +28,9 @@ class Source:
     checks: bool
 
     stages = None  # of a software pipeline: Triton's own choice
+    contracted = False
+    """Products and sums to one instruction: copies of an expression in two kernels, which are compared with
+    each other, would differ by where the compiler does so."""
 
     @property
     def params(self) -> tuple[Param, ...]:

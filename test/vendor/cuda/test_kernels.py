@@ -149,6 +149,16 @@ def test_rows_that_begin_at_no_whole_vector_are_read_and_written_by_vectors(conf
     assert "global.v4" not in other and "ld.global.b16" in other
 
 
+def test_kernels_are_compiled_without_contractions(config: Config) -> None:
+    """Copies of an expression in two kernels give the same bits, whatever stands around them."""
+    i = Var("i", 4096)
+    x = load("x", ix.of(i), torch.float32)
+    params = (Param("x", torch.float32, False), Param("y", torch.float32, True, False))
+    source = codegen.emit(Kernel("squares", (Axis(i),), params, (), (Store("y", ix.of(i), x * x + x),)))
+    ptx = launch.compile_for(source, launch.load(source, config), TARGETS[1]).asm["ptx"]
+    assert "mul" in ptx and "fma" not in ptx and "mad" not in ptx.replace("mad.lo", "")
+
+
 def softmax_sums(n: int, dtype: torch.dtype = torch.float32) -> Kernel:
     """Of rows of x: the maximum, the sum of exp(x - maximum), and exp(x - maximum) over that."""
     i, r = Var("i", 6), Var("r", n)
