@@ -26,6 +26,7 @@ FEW_RESULTS = {torch.float32: 64, torch.bfloat16: 32}
 TILES_AT_ONCE = {torch.float32: 288, torch.bfloat16: 128}
 """The header's constants that its workspace depends on: TILE_BLOCK and RESULT_BLOCK, GAP, CHUNK, those
 of a slice, FEW_RESULTS and TILES_AT_ONCE."""
+MOST_LANES = 16  # of a vector, wherever the program is built
 TILE = {torch.float32: 2, torch.bfloat16: 4}
 """Rows and columns of results that are one tile, N of the header: as many as do not show in results of a
 dtype."""
@@ -227,14 +228,16 @@ def weight_gradient() -> Claim:
 
 
 def convolution_bytes(result: torch.Tensor, channels: int, results: int, threads: int) -> int:
-    """Of the header's workspace at the most: of both ways where it is not known how many tiles there are, or
-    how many threads there will be."""
+    """Of the header's workspace: of the way that it goes, or of both at the most where that is not known yet."""
     positions = [n for k, n in enumerate(result.shape) if k != 1]
     at_once = TILES_AT_ONCE[result.dtype]
     known = all(isinstance(n, int) for n in positions)
     count = tiles(result.dtype, positions) if known else at_once
     many = _bytes_of_many(result.dtype, channels, results, threads)
-    return many if count > at_once else max(many, _bytes_of_few(result.dtype, channels, count, threads))
+    if count > at_once:
+        return many
+    few = _bytes_of_few(result.dtype, channels, count, threads)
+    return few if known and results >= threads * MOST_LANES else max(many, few)
 
 
 def _places(dtype: torch.dtype) -> int:
