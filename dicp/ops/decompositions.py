@@ -7,6 +7,7 @@ they are drawn whole. torch's tables are read, never changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,8 +93,9 @@ def of_elements_apart(op: OpOverload) -> Decomposition:
 
 
 def split_product(otherwise: Decomposition | None) -> Decomposition:
-    """A matrix product of operands without elements, on which libraries differ, and one of integers that is
-    added to something, for which they have no call; all others as `otherwise`."""
+    """A matrix product of operands without elements, on which libraries differ, and one of integers or with
+    factors made of sizes, or not finite, that is added to something, for which they have no call; all others
+    as `otherwise`."""
 
     def decomposed(*args: Any, beta: Any = 1, alpha: Any = 1) -> Any:
         a, b = args[-2:]
@@ -101,7 +103,8 @@ def split_product(otherwise: Decomposition | None) -> Decomposition:
         if any(isinstance(n, int) and n == 0 for t in (a, b) for n in t.shape):
             zeros = a.new_zeros((*a.shape[:-1], b.shape[-1]))
             return zeros if len(args) == 2 or beta == 0 else zeros + args[0] * beta
-        if len(args) == 3 and not (a.is_floating_point() or a.is_complex()):
+        plain = (a.is_floating_point() or a.is_complex()) and _is_plain(alpha) and _is_plain(beta)
+        if len(args) == 3 and not plain:
             product = (a @ b) * alpha
             return product if beta == 0 else product + args[0] * beta
         if otherwise is None:
@@ -109,6 +112,10 @@ def split_product(otherwise: Decomposition | None) -> Decomposition:
         return otherwise(*args) if len(args) == 2 else otherwise(*args, beta=beta, alpha=alpha)
 
     return decomposed
+
+
+def _is_plain(factor: Any) -> bool:
+    return not isinstance(factor, (torch.SymInt, torch.SymFloat)) and math.isfinite(abs(factor))
 
 
 def _factors(a: Any, *factors: Any) -> tuple[Any, ...]:

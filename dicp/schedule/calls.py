@@ -29,7 +29,7 @@ def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
         args = tuple(_as_traced(low, a) for a in node.args)
         kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
     else:
-        args, kwargs = low.arguments(node)
+        args, kwargs = low.arguments(node, called=True)
         if claim.prepare is not None:
             args = claim.prepare(low, node, args)
         if claim.updates:

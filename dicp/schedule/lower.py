@@ -212,8 +212,12 @@ class Lowering(DefinitionBuilder):
             return self._settle(node, result)
         return left_over(self, node, "no lowering and no library claim")
 
-    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, node: fx.Node, called: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """called: as a call takes them, numbers made of sizes as the host computes them."""
+
         def get(a: Any) -> Any:
+            if called and isinstance(a, fx.Node) and isinstance(a.meta["val"], (torch.SymFloat, torch.SymBool)):
+                return Host(a.meta["val"].node.expr)
             if isinstance(a, fx.Node):
                 return self.values[a]
             if isinstance(a, torch.SymInt):

@@ -422,3 +422,23 @@ def test_slices_between_positions_read_from_data(name: str) -> None:
             expected, got = fn(x, torch.tensor(k)), f(x, torch.tensor(k))
             assert isinstance(expected, torch.Tensor) or len(expected) == len(got)
             torch.testing.assert_close(got, expected)
+
+FACTORS = {
+    "addmm": (lambda b, x, w: torch.addmm(b, x, w, alpha=1 / x.shape[1]), (3, 5), (3, 8), (8, 5)),
+    "baddbmm": (
+        lambda b, x, w: torch.baddbmm(b, x, w, alpha=x.shape[1] ** -0.5, beta=x.shape[2] / 2),
+        (2, 3, 5),
+        (2, 3, 8),
+        (2, 8, 5),
+    ),
+    "histogram": (lambda x: torch.histc(x, 5, 0, 1 / x.shape[0]), (7,)),
+    "norm": (lambda x: x.norm(p=1 + x.shape[0] / 3), (7, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_numbers_made_of_sizes(name: str) -> None:
+    """Given to calls of libraries, which have no code for them."""
+    fn, *shapes = FACTORS[name]
+    tensors = [torch.randn(s, requires_grad=name != "histogram") for s in shapes]
+    check(fn, *tensors, dynamic=True)

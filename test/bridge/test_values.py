@@ -553,3 +553,13 @@ def test_what_is_searched_for_is_as_it_would_be_stored(name: str, dtype: torch.d
     x, t = torch.randn(6, 40).to(dtype), torch.randn(6, 1).to(dtype)
     got = torch.compile(lambda x, t: SEARCHES[name](x * t), backend="dicp_cpu", fullgraph=True)(x, t)
     assert torch.equal(got, SEARCHES[name](x * t))
+
+
+def test_factors_that_are_not_finite() -> None:
+    b, x, w = torch.randn(2, 5), torch.rand(2, 8), torch.rand(8, 5)
+    for fn in (
+        lambda b, x, w: torch.addmm(b, x, w, beta=NAN),
+        lambda b, x, w: torch.baddbmm(b[None], x[None], w[None], beta=-INF),
+        lambda b, x, w: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], scale=INF),
+    ):
+        torch.testing.assert_close(torch.compile(fn, backend="dicp_cpu")(b, x, w), fn(b, x, w), equal_nan=True)

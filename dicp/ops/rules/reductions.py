@@ -15,7 +15,7 @@ from dicp.ir.index import Index
 from dicp.ir.value import Builder, Indices, ReduceKind, Shape, Value
 from dicp.ops import scalar as s
 from dicp.ops.rules.pointwise import constant, convert, pointwise, retyped
-from dicp.ops.table import Row, Rule, row
+from dicp.ops.table import Declined, Row, Rule, row
 
 
 def reduced_dims(dim: Any, rank: int) -> tuple[int, ...]:
@@ -182,6 +182,8 @@ def vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Value:
     """(sum |x|^p)^(1/p), with its limits at p = 0 and at the infinities."""
+    if not isinstance(ord, (int, float)):
+        raise Declined("a power made of sizes")
     shape, out = b.meta(node)
     x = x if dtype is None else convert(x, dtype)
     wide = ex.compute_dtype(out)

@@ -204,10 +204,11 @@ def _sizes(bound: Any) -> set[ix.Atom]:
 
 
 def mutated_inputs(program: Program) -> set[int]:
-    """Positions of the inputs that the program writes."""
-    written = {
-        program.plan.find(n) for item in program.items if isinstance(item, Launch) for n in item.writes
-    }
+    """Positions of the inputs that the program writes, by kernels or by calls."""
+    written: set[str] = set()
+    for item in program.items:
+        names = item.writes if isinstance(item, Launch) else [b.name for b in item.outputs if b is not None]
+        written.update(map(program.plan.find, names))
     return {k for k, b in enumerate(program.lowered.inputs) if isinstance(b, Buffer) and b.name in written}
 
 
@@ -221,7 +222,7 @@ class Graphed:
         self.mutated = mutated_inputs(program)
         inputs = list(enumerate(program.lowered.inputs))
         self.tensors = [k for k, b in inputs if isinstance(b, Buffer)]
-        self.numbers = [k for k, b in inputs if not isinstance(b, Buffer)]
+        self.numbers = [k for k, b in inputs if not isinstance(b, (Buffer, Raw))]
         self.varying = [
             k
             for k, b in inputs

@@ -117,6 +117,40 @@ def test_numbers_that_vary_may_be_negative_and_large(compiled: Any) -> None:
         torch.testing.assert_close(fn(x, k), f(x, k))
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: ((y := x + 1), y.view(torch.int32)),
+        lambda x: ((y := x.sort()[0]), y.view(torch.int32)[1:]),
+        lambda x: ((y := torch.complex(x, x)), torch.view_as_real(y)[..., 0]),
+    ],
+)
+def test_results_seen_as_another_dtype(of: Any, compiled: Any) -> None:
+    x = torch.randn(8)
+    for found, expected in zip(compiled(of)(x), of(x), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_a_saved_input_seen_as_another_dtype(compiled: Any) -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(torch.view_as_real(x), (5, 2))
+
+    x = torch.randn(3, 5, dtype=torch.complex64, requires_grad=True)
+    (expected,) = torch.autograd.grad(norm(x)[..., 0].sum(), x)
+    (found,) = torch.autograd.grad(compiled(norm)(x)[..., 0].sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_factors_made_of_sizes(compiled: Any) -> None:
+    """One for a library call, and one for a product."""
+
+    def scaled(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return torch.histc(x, 5, 0, 1 / x.shape[0]), torch.addmm(x, x, w, alpha=x.shape[1] ** -0.5)
+
+    x, w = torch.rand(7, 9), torch.randn(9, 9)
+    torch.testing.assert_close(compiled(scaled, dynamic=True)(x, w), scaled(x, w))
+
+
 def test_sizes_that_change(compiled: Any) -> None:
     fn = compiled(lambda x: torch.softmax(x * 2, -1).sum(0), dynamic=True)
     for shape in ((5, 7), (9, 33), (2, 1500)):

@@ -61,14 +61,17 @@ def program(
     writes: frozenset[str] = frozenset(),
     externs: tuple[Any, ...] = (),
     marked: frozenset[str] = frozenset(),
+    called: frozenset[str] = frozenset(),
 ) -> Any:
+    """called: what a library call writes."""
     item = object.__new__(graphs.Launch)
     item.writes = writes
+    call = SimpleNamespace(outputs=[None, *(SimpleNamespace(name=n) for n in called)])
     return SimpleNamespace(
         name="graph",
         lowered=SimpleNamespace(inputs=inputs, marked=marked, outputs=[]),
         python_calls=externs,
-        items=[item],
+        items=[item, call],
         plan=SimpleNamespace(find=lambda n: n),
     )
 
@@ -241,14 +244,15 @@ def test_a_view_of_an_input_goes_with_it_into_other_memory() -> None:
     assert torch.equal(kept[0].of([whole[5:9]]), whole[6:8])
 
 
-def test_mutated_input_is_copied_back(cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("how", ["writes", "called"])
+def test_mutated_input_is_copied_back(how: str, cuda: FakeCuda) -> None:
     def bump(args: list[Any]) -> tuple[Any, ...]:
         (x,) = args
         args.clear()
         x.add_(1)
         return (x * 2,)
 
-    call = graphs.capturing(bump, program([buffer("x")], frozenset({"x"})), cuda)
+    call = graphs.capturing(bump, program([buffer("x")], **{how: frozenset({"x"})}), cuda)
     for k in range(4):
         x = torch.full((4,), float(k))
         keep = x.clone()
@@ -280,6 +284,13 @@ def test_input_that_is_a_result_is_the_callers_own(cuda: FakeCuda) -> None:
     for _ in range(4):
         x = torch.randn(4)
         assert call([x])[0] is x
+
+
+def test_what_nobody_reads_is_no_number_to_know_captures_by(cuda: FakeCuda) -> None:
+    call = graphs.capturing(lambda args: (args[0] + 1,), program([buffer("x"), Raw("generator")]), cuda)
+    for _ in range(6):
+        call([torch.ones(4), torch.Generator()])
+    assert cuda.captures == 1 and len(call.graphed.sizes) == 1
 
 
 def test_each_stream_and_size_has_its_own_capture(cuda: FakeCuda) -> None:

@@ -23,7 +23,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     multiplies,
     rows,
 )
-from dicp.vendor.cpu_graph.expression import STORAGE
+from dicp.vendor.cpu_graph.expression import STORAGE, literal
 from dicp.vendor.cpu_graph.microkernels import available
 
 
@@ -31,7 +31,7 @@ def attention_args(w: Any, mask: View | None, scale: float | None) -> list[str]:
     out = [w.optional(mask)]
     if scale is None:
         return [*out, "nullptr"]
-    w.lines.append(f"double scale = {float(scale)!r};")
+    w.lines.append(f"double scale = {literal(float(scale), torch.float64)};")
     return [*out, "&scale"]
 
 
@@ -159,7 +159,7 @@ def _emit(
         pointers = [w.pointer_to(x) for x in (q, k, v, added)]
         pointers += [w.pointer(out), w.pointer(log_sum) if log_sum is not None else "nullptr"]
         factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-        w.call(c, name, [*pointers, sizes, repr(factor), str(causal).lower()])
+        w.call(c, name, [*pointers, sizes, literal(factor, torch.float64), str(causal).lower()])
 
     return emit
 

@@ -21,7 +21,7 @@ from dicp.vendor.cpu_graph.claims.attention import (
     multiplied,
 )
 from dicp.vendor.cpu_graph.claims.common import SHIM, argument, rows
-from dicp.vendor.cpu_graph.expression import STORAGE
+from dicp.vendor.cpu_graph.expression import STORAGE, literal
 
 _PARAMETERS = (
     "const {T}* grad, const {T}* q, const {T}* k, const {T}* v, const {T}* out, const float* log_sum, "
@@ -92,7 +92,7 @@ def _emit(w: Any, c: Call) -> None:
     pointers += [w.pointer(b) for b in results]
     scale = c.kwargs.get("scale")
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    w.call(c, name, [*pointers, sizes, repr(factor), str(bool(c.args[7])).lower()])
+    w.call(c, name, [*pointers, sizes, literal(factor, torch.float64), str(bool(c.args[7])).lower()])
 
 
 def unit(dtype: torch.dtype, mask: torch.dtype) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dicp.vendor.cuda_graph.device.arithmetic import maximum, minimum
+from dicp.vendor.cuda_graph.device.arithmetic import maximum, minimum, neg
 from dicp.vendor.cuda_graph.device.functions import log_add_exp
 from dicp.vendor.cuda_graph.device.reductions import add, multiply
 
@@ -94,5 +94,8 @@ def continue_argmin(before, i, x, j):
 
 @triton.jit
 def row_last(x, column, last):
-    """The element of each row in column `last`."""
-    return tl.reduce(tl.where(column == last, x, tl.full([], 0, x.dtype)), 1, add, keep_dims=True)
+    """The element of each row in column `last`, the sign of a zero too."""
+    nothing = tl.full([], 0, x.dtype)
+    if x.dtype.is_floating():
+        nothing = neg(nothing)
+    return tl.reduce(tl.where(column == last, x, nothing), 1, add, keep_dims=True)

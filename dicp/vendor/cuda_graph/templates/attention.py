@@ -22,7 +22,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.schedule.defs import View
-from dicp.vendor.cuda_graph.expression import TYPES, host_text
+from dicp.vendor.cuda_graph.expression import TYPES, host_text, literal
 from dicp.vendor.cuda_graph.module import INDENT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
 
@@ -216,7 +216,7 @@ def _steps(a: Attention, plan: Plan) -> list[str]:
         "key = (start + tl.arange(0, BN)[None, :]).to(INDEX)",
         f"live_k = key < {columns}",
         f"keys = {_masked(k, ['live_k', *_deep(a.depth, 'deep')])}",
-        f'scores = d.dot(queries, keys, tl.full([BM, BN], 0.0, tl.float32), "{a.precision}") * {a.scale!r}',
+        f'scores = d.dot(queries, keys, tl.full([BM, BN], 0.0, tl.float32), "{a.precision}") * {literal(a.scale, torch.float32)}',
         *_mask(a),
         f'scores = tl.where({"live_k & (key <= query)" if a.causal else "live_k"}, scores, float("-inf"))',
         "top = d.maximum(best, d.row_max(scores))",
