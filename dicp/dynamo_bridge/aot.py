@@ -20,7 +20,7 @@ from dicp.dynamo_bridge.lost_writes import refuse_lost_writes
 from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes.rematerialize import rematerialize
-from dicp.passes.rounded import round_alike
+from dicp.passes.rounded import round_alike, round_stepped
 from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
 from dicp.vendor.base import takes_graphs
@@ -89,6 +89,8 @@ class _Parts:
         names = result_names(graph) if lays_out else []
         if role != "backward" and not effects:
             view_written_inputs(graph, compat.views_of_inputs())
+        if role == "inference":
+            round_stepped(graph)
         weights = compat.weights_of(self.gm) if self.config.freeze and role == "inference" else {}
         if self.config.freeze and role == "forward":
             warnings.warn(GRADIENTS, stacklevel=2)

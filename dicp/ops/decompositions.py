@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from dicp import compat
+from dicp.ir.expr import LOW_PRECISION
 from dicp.ops import quantized
 from dicp.ops.table import table
 
@@ -58,11 +59,18 @@ def decomposition_table(
             wanted = not kernels and op in core
         if wanted:
             out[op] = fn
-    for median in (torch.ops.aten.median.dim, torch.ops.aten.nanmedian.dim) if kernels else ():
-        out[median] = of_elements_apart(median)
-    for product in [getattr(torch.ops.aten, name).default for name in PRODUCTS] if kernels else []:
-        out[product] = split_product(out.get(product))
-    return out
+    return out | _of_some_uses(out) if kernels else out
+
+
+def _of_some_uses(out: dict[OpOverload, Decomposition]) -> dict[OpOverload, Decomposition]:
+    """Of rows: they give NotImplemented for all other uses, which stay whole."""
+    aten = torch.ops.aten
+    products = [getattr(aten, name).default for name in PRODUCTS]
+    return {
+        aten._embedding_bag.default: embedding_bag,
+        **{median: of_elements_apart(median) for median in (aten.median.dim, aten.nanmedian.dim)},
+        **{product: split_product(out.get(product)) for product in products},
+    }
 
 
 def own_decompositions() -> dict[OpOverload, Decomposition]:
@@ -70,6 +78,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
     aten = torch.ops.aten
     out: dict[OpOverload, Decomposition] = {
         aten.addbmm.default: addbmm,
+        aten.grid_sampler_2d.default: grid_sampler,
         aten.masked_scatter.default: masked_scatter,
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
@@ -90,6 +99,28 @@ def of_elements_apart(op: OpOverload) -> Decomposition:
         return op(x.clone(memory_format=torch.contiguous_format), dim, keepdim)
 
     return decomposed
+
+
+def embedding_bag(
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    """Sums of bags in bfloat16, with the second result, each index's bag, which torch's kernel leaves out and
+    fake tensors have. (Nobody reads the fourth, of which they do not agree either.)"""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or mode != 0 or padding_idx >= 0:
+        return NotImplemented
+    how = scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
+    call = torch.ops.aten._embedding_bag_forward_only.default
+    out, _, sizes, _ = call(weight, indices, offsets, *how)
+    bags = torch.searchsorted(offsets, torch.ones_like(indices).cumsum(0).to(offsets.dtype)) - 1
+    return out, bags.to(offsets.dtype), sizes, offsets.new_zeros(out.shape[0])
 
 
 def split_product(otherwise: Decomposition | None) -> Decomposition:
@@ -129,6 +160,21 @@ def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -
     product = torch.bmm(batch1, batch2).sum(0, dtype=batch1.dtype)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (x if beta == 1 else x * beta)
+
+
+def grid_sampler(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
+    """torch's, which loses what eager makes of NaN in a grid: of border and reflection (padding 1, 2) the
+    first pixel, in bilinear sums (mode 0) NaN. The nearest pixels (mode 1) of a grid of low precision are
+    aten's on the CPU, as their gradients are: it works out there in that precision which they are."""
+    if mode == 1 and grid.dtype in LOW_PRECISION and grid.device.type == "cpu":
+        return NotImplemented
+    sample = compat.torch_decompositions()[torch.ops.aten.grid_sampler_2d.default]
+    if mode == 2:
+        return sample(x, grid, mode, padding, align_corners)
+    if padding != 0:
+        return sample(x, torch.where(grid.isnan(), -1, grid), mode, padding, align_corners)
+    out = sample(x, grid, mode, padding, align_corners)
+    return torch.where(grid.isnan().any(-1)[:, None], math.nan, out) if mode == 0 else out
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:

@@ -43,6 +43,8 @@ class Row:
     rule: Rule | None = None
     body: Body | None = None
     promote: Promote = "DEFAULT"
+    stepped: frozenset[OpOverload] = frozenset()
+    """Of the overloads those whose result jumps: operands of low precision are rounded first."""
 
     def lower(
         self, builder: Builder, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,7 +74,14 @@ def elementwise(name: str, *overloads: OpOverload, body: Body, promote: Promote 
     """
     from dicp.ops.rules.pointwise import elementwise_rule
 
-    return Row(name, overloads, "elementwise", elementwise_rule(name, body, promote, stepped), body, promote)
+    rule = elementwise_rule(name, body, promote, stepped)
+    return Row(name, overloads, "elementwise", rule, body, promote, frozenset(overloads if stepped else ()))
+
+
+def is_stepped(target: Any) -> bool:
+    """Whether an op rounds its operands of low precision, because its result jumps."""
+    row = table().get(target)
+    return row is not None and target in row.stepped
 
 
 def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None) -> Row:

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from dicp.compat import known_equal
 from dicp.ir.verify import insert, same_meta
 from dicp.passes.facts import (
+    ROUNDED,
     aten,
     base_of,
     erase_dead,
@@ -99,6 +100,8 @@ def _replace(graph: Graph, node: Node, new: Node, outputs: set[Node], escaping: 
         escaping.add(base_of(new))
     if node in outputs:
         outputs.add(new)
+    if ROUNDED in node.meta:
+        new.meta[ROUNDED] = True
     node.replace_all_uses_with(new)
     _erase_unused(graph, node)
 

@@ -70,7 +70,7 @@ class Failure:
         if code > 0:
             raise check_error(self.messages[code - 1])
         call = self.calls[-code - 1]
-        said = library_error() or "its message is on stderr"
+        said = library_error() or "its message is on stderr, or a result is of another size than was foreseen"
         if len(words) and words[0]:
             call.raise_again(words[1:])
         raise DicpError(f"{call.op}: the library call failed: {said}", where=call.where)

@@ -216,10 +216,10 @@ class Lowering(DefinitionBuilder):
         """called: as a call takes them, numbers made of sizes as the host computes them."""
 
         def get(a: Any) -> Any:
-            if called and isinstance(a, fx.Node) and isinstance(a.meta["val"], (torch.SymFloat, torch.SymBool)):
-                return Host(a.meta["val"].node.expr)
             if isinstance(a, fx.Node):
-                return self.values[a]
+                val = a.meta.get("val")
+                made_of_sizes = isinstance(val, (torch.SymFloat, torch.SymBool))
+                return Host(val.node.expr) if called and made_of_sizes else self.values[a]  # type: ignore[union-attr]
             if isinstance(a, torch.SymInt):
                 return self.index(a)
             if isinstance(a, (list, tuple)):

@@ -32,8 +32,8 @@ class Plan:
     for, each the largest of its numbers, in the order of computing. `root`: the buffer whose memory a buffer
     shares. `borrowed`: temporaries in a result's memory, with the result and the bytes into it. `heap`: those
     with memory of their own, with the item before which it is allocated. `last_use`: the item after which a
-    root's memory is free. `size`: arena bytes. At the sizes of the example, `example_size` is that, and
-    `lower_bound` the most that is alive at once."""
+    root's memory is free. `unread`: roots that only one item touches, and no caller. `size`: arena bytes. At
+    the sizes of the example, `example_size` is that, and `lower_bound` the most that is alive at once."""
 
     root: dict[str, str] = field(default_factory=dict)
     offset: dict[str, Index] = field(default_factory=dict)
@@ -41,6 +41,7 @@ class Plan:
     borrowed: dict[str, tuple[str, Index]] = field(default_factory=dict)
     heap: dict[str, int] = field(default_factory=dict)
     last_use: dict[str, int] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
     size: Index = 0
     example_size: int = 0
     lower_bound: int = 0
@@ -89,6 +90,7 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
     plan.offset, plan.size, plan.maxima = stack.offset, stack.size, stack.maxima
     plan.example_size, plan.lower_bound = _top(placed), most_alive(p.life for p in placed)
     plan.last_use = {n: end[n] for n in start if plan.find(n) == n}
+    plan.unread = frozenset(n for n in start if start[n] == end[n])
     return plan
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from checks import check, close, compiles
 
 import dicp
+from dicp.errors import DicpError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -563,3 +564,88 @@ def test_factors_that_are_not_finite() -> None:
         lambda b, x, w: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], scale=INF),
     ):
         torch.testing.assert_close(torch.compile(fn, backend="dicp_cpu")(b, x, w), fn(b, x, w), equal_nan=True)
+
+
+STEPS = {
+    "fraction": lambda z: (z - z.floor()).sqrt(),
+    "whole_part": lambda z: (z - z % 1.0).float() % 1,
+    "of_magnitudes": lambda z: (z.abs() - z.abs() % 1.0).float() % 1,
+    "truncated": lambda z: (z - z.long()).abs() < 1,
+    "guarded_root": lambda z: torch.where(z >= 1.0, (z - 1.0).sqrt(), 0.0),
+    "guarded_arc": lambda z: torch.where(z.view(-1).abs() <= 1.0, z.view(-1).acos(), 0.0),
+    "quotient": lambda z: (z - z // 1).clamp(max=0),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", STEPS)
+def test_all_see_alike_what_is_read_where_it_jumps(name: str, dtype: torch.dtype, grad: bool) -> None:
+    """Inside a kernel, where values of a low precision have more digits."""
+    if grad and name not in ("fraction", "guarded_root", "guarded_arc"):
+        pytest.skip("eager has no gradient of it, or none but 0")
+    fn = STEPS[name]
+    h = (torch.randn(4096) * 2).to(dtype).requires_grad_(grad)
+    found = torch.compile(lambda h: fn(h * 1.37 + 0.1), backend="dicp_cpu", fullgraph=True)(h)
+    assert not found.isnan().any()
+    if name in ("whole_part", "of_magnitudes", "quotient"):
+        assert not found.any()
+    elif name == "truncated":
+        assert found.all()
+    else:
+        exact = fn((h.detach() * 1.37 + 0.1).double())
+        expected = fn(h.detach() * 1.37 + 0.1)
+        rounding = (expected.double() - exact).abs().max()
+        assert (found.double() - exact).abs().median() <= rounding
+    if grad:
+        of = lambda y: torch.autograd.grad(y.where(y > 0.1, 0.0).float().sum(), h)[0].isnan().sum()
+        assert of(found) <= of(fn(h * 1.37 + 0.1)) + 40  # of other rounding, at the very jump
+
+
+@pytest.mark.parametrize("include_last", [False, True])
+def test_weighted_bags_of_bfloat16(include_last: bool) -> None:
+    """Of which fake tensors have a result that the kernel leaves out."""
+    at, offsets = torch.randint(0, 20, (300,)), torch.tensor([0, 0, 7, 100, 100, 299, 300])
+
+    def bags(table, weights):
+        how = {"mode": "sum", "per_sample_weights": weights, "include_last_offset": include_last}
+        return F.embedding_bag(at, table, offsets, **how)
+
+    table, weights = (torch.randn(n).bfloat16().requires_grad_() for n in ((20, 33), (300,)))
+    found, expected = (
+        (y := fn(table, weights), *torch.autograd.grad(y.float().square().sum(), (table, weights)))
+        for fn in (torch.compile(bags, backend="dicp_cpu", fullgraph=True), bags)
+    )
+    close(found, expected, "bags and gradients")
+
+
+def test_a_result_of_another_size_than_was_foreseen_is_an_error() -> None:
+    offsets = torch.arange(0, 300, 30)
+    bags = torch.compile(
+        lambda w, i: torch.ops.aten._embedding_bag_forward_only(w * 2, i, offsets)[1] + 1, backend="dicp_cpu"
+    )
+    with pytest.raises(DicpError, match="another size than was foreseen"):
+        bags(torch.randn(20, 33).bfloat16(), torch.randint(0, 20, (300,)))
+
+
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_places_that_are_no_numbers(mode: str, padding: str) -> None:
+    x, grid = torch.randn(2, 3, 5, 6), torch.rand(2, 4, 7, 2) * 3 - 1.5
+    grid[0, 0, 0, 0] = grid[0, 1, 2, 1] = grid[1, 1, 1] = NAN
+    for corners in (False, True):
+        how = {"mode": mode, "padding_mode": padding, "align_corners": corners}
+        check(lambda x, grid: F.grid_sample(x, grid, **how), x, grid, calls=1)
+
+
+def test_gradients_of_the_nearest_pixels_go_to_these() -> None:
+    x, at = torch.randn(1, 1, 16, 16), (torch.rand(1, 64, 64, 2) * 1.4 - 0.7).bfloat16()
+    x = x.bfloat16().requires_grad_()
+    sample = torch.compile(
+        lambda x, at: F.grid_sample(x, at * 1.371 + 0.013, mode="nearest", align_corners=False),
+        backend="dicp_cpu",
+    )
+    y, weight = sample(x, at), torch.randn(1, 1, 64, 64).bfloat16()
+    (grad,) = torch.autograd.grad(y, x, weight)
+    a, b = ((u.detach().double() * v.double()).sum() for u, v in ((y, weight), (x, grad)))
+    assert abs(a - b) < 1

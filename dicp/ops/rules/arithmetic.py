@@ -107,7 +107,7 @@ def division(name: str, *overloads: Any, body: Body) -> Row:
         return apply_body(guarded(b, node, body), "DEFAULT", binding, *b.meta(node), stepped=True)
 
     rule.__name__ = name
-    return Row(name, overloads, "elementwise", rule, body)
+    return Row(name, overloads, "elementwise", rule, body, stepped=frozenset(overloads))
 
 
 def lerp(start: Expr, end: Expr, weight: Any) -> Expr:
@@ -140,7 +140,8 @@ def arithmetic_rows() -> Iterator[Row]:
     )
     yield elementwise("mul", aten.mul.Tensor, aten.mul.Scalar, prims.mul.default, body=mul)
     yield Row("div", (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode,
-                      aten.true_divide.Tensor, aten.true_divide.Scalar), "elementwise", divide_rule, divide)
+                      aten.true_divide.Tensor, aten.true_divide.Scalar), "elementwise", divide_rule, divide,
+              stepped=frozenset((aten.div.Tensor_mode, aten.div.Scalar_mode)))
     yield division("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor)
     yield division("remainder", aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,
                    body=s.remainder)

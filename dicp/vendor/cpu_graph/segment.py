@@ -246,8 +246,10 @@ class SegmentWriter:
         return f"return failed(results, {-number}, {{{', '.join(['1', *values])}}});"
 
     def _require(self, results: Sequence[Buffer], number: int) -> None:
-        """Lay results out as they were planned."""
+        """Lay results out as they were planned, if somebody reads them."""
         for b in results:
+            if self.plan.find(b.name) in self.plan.unread:
+                continue
             sizes, n = self.ints(b.shape)
             strides, _ = self.ints(b.strides)
             self.lines.append(

@@ -49,7 +49,7 @@ SELECTION = """kthvalue mode median nanmedian histc histogram _histogramdd_bin_e
     masked_scatter_backward fractional_max_pool2d fractional_max_pool2d_backward fractional_max_pool3d
     fractional_max_pool3d_backward embedding_renorm _embedding_bag _embedding_bag_forward_only
     _embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward _ctc_loss _ctc_loss_backward
-    grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward _upsample_bilinear2d_aa
+    grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward _upsample_bilinear2d_aa
     _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward"""
 
 # Special functions: tables of coefficients and data-dependent loops that ATen's kernels hold.

@@ -228,7 +228,7 @@ def weight_gradient() -> Claim:
 
 
 def convolution_bytes(result: torch.Tensor, channels: int, results: int, threads: int) -> int:
-    """Of the header's workspace: of the way that it goes, or of both at the most where that is not known yet."""
+    """Of the header's workspace: of the way that it goes, or of both at the most where that is not known."""
     positions = [n for k, n in enumerate(result.shape) if k != 1]
     at_once = TILES_AT_ONCE[result.dtype]
     known = all(isinstance(n, int) for n in positions)

@@ -14,6 +14,8 @@ int32_t aoti_torch_create_tensor_from_blob(void* data, int64_t ndim, const int64
 int32_t aoti_torch_delete_tensor_object(Handle t);
 int32_t aoti_torch_get_data_ptr(Handle t, void** out);
 int32_t aoti_torch_get_stride(Handle t, int64_t d, int64_t* out);
+int32_t aoti_torch_get_size(Handle t, int64_t d, int64_t* out);
+int32_t aoti_torch_get_dim(Handle t, int64_t* out);
 int32_t aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                  int32_t device, int32_t index, Handle* out);
 int32_t aoti_torch_copy_(Handle self, Handle src, int32_t non_blocking);
@@ -113,13 +115,18 @@ struct Tensor {
   bool allocate(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
     return !aoti_torch_empty_strided(ndim, sizes, strides, dtype, 0, 0, &h);
   }
-  // Lay the tensor out with the strides that the program was planned for; libraries may choose others.
+  // Lay the tensor out with the strides that the program was planned for; libraries may choose others. False where it
+  // is of another size than was foreseen.
   bool require(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
+    int64_t have = 0;
+    aoti_torch_get_dim(h, &have);
+    if (have != ndim) return false;
     bool same = true;
-    for (int64_t d = 0; d < ndim && same; ++d) {
-      int64_t have = 0;
+    for (int64_t d = 0; d < ndim; ++d) {
+      aoti_torch_get_size(h, d, &have);
+      if (have != sizes[d]) return false;
       aoti_torch_get_stride(h, d, &have);
-      same = sizes[d] == 1 || have == strides[d];
+      same &= sizes[d] == 1 || have == strides[d];
     }
     if (same) return true;
     Tensor fresh;

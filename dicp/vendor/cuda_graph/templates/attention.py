@@ -211,12 +211,13 @@ def _steps(a: Attention, plan: Plan) -> list[str]:
     k = a.k.at("z", "kv_head", "key", "deep", full=True)
     v = a.v.at("z", "kv_head", "position", "wide", full=True)
     low = a.v.dtype in ex.LOW_PRECISION
+    scale = literal(a.scale, torch.float32)
     weights = f"d.narrow(weights, {TYPES[a.v.dtype]})" if low else "weights"
     inside = [
         "key = (start + tl.arange(0, BN)[None, :]).to(INDEX)",
         f"live_k = key < {columns}",
         f"keys = {_masked(k, ['live_k', *_deep(a.depth, 'deep')])}",
-        f'scores = d.dot(queries, keys, tl.full([BM, BN], 0.0, tl.float32), "{a.precision}") * {literal(a.scale, torch.float32)}',
+        f'scores = d.dot(queries, keys, tl.full([BM, BN], 0.0, tl.float32), "{a.precision}") * {scale}',
         *_mask(a),
         f'scores = tl.where({"live_k & (key <= query)" if a.causal else "live_k"}, scores, float("-inf"))',
         "top = d.maximum(best, d.row_max(scores))",
