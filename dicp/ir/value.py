@@ -43,6 +43,10 @@ class Value:
 class Builder(Protocol):
     """The lowering in progress, as its rules see it."""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether values of a low precision are rounded wherever eager rounds them."""
+
     def meta(self, node: Any) -> tuple[Shape, torch.dtype]:
         """Shape and dtype of an FX node's (single tensor) result, sizes as Index."""
 

@@ -27,6 +27,8 @@ from dicp.ops.table import Declined, Row, table
 class Reference:
     """Builder whose values are tensors in memory. `sizes` gives the size symbols."""
 
+    rounds = False
+
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self.sizes = dict(sizes or {})
         self.buffers: dict[str, torch.Tensor] = {}

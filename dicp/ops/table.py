@@ -67,14 +67,15 @@ def expressible(dtype: torch.dtype) -> bool:
 
 
 def elementwise(name: str, *overloads: OpOverload, body: Body, promote: Promote = "DEFAULT",
-                stepped: bool = False) -> Row:
+                stepped: bool = False, narrow: bool = False) -> Row:
     """A row whose result element is `body` of the operands' elements, cast to the dtype torch computes in.
 
-    stepped: operands are rounded to their low-precision dtype first, because the result jumps.
+    stepped: operands are rounded to their low-precision dtype first, because the result jumps. narrow: so
+    does eager with a number beside them.
     """
     from dicp.ops.rules.pointwise import elementwise_rule
 
-    rule = elementwise_rule(name, body, promote, stepped)
+    rule = elementwise_rule(name, body, promote, stepped, narrow)
     return Row(name, overloads, "elementwise", rule, body, promote, frozenset(overloads if stepped else ()))
 
 

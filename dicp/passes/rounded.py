@@ -1,46 +1,41 @@
-"""Values that are rounded to their low precision wherever they are read: elsewhere they are float32 inside of
+"""Values that are rounded to their low precision for all who read them: elsewhere they are float32 inside of
 kernels, and rounded where they are written.
 
-Whoever reads z where the result jumps (z.floor(), z > 0, z.long()) sees it rounded, as eager does. So do all
-others then: z - z.floor() would be below 0 else, and of a z that is not above 1 the arc cosine NaN. A
-backward that makes z again sees what its forward saw.
+Whoever reads z where the result jumps (z.floor(), z > 0, z.long()), or picks elements of it (z.amax()), sees
+it rounded, as eager does. So do all others then, and what z is made of is rounded too, back to what libraries
+made: z - z.floor() would be below 0 else, and z no element of itself. (What memory holds is rounded for all
+anyway: schedule/lower.py.) A backward that makes z again sees what its forward saw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dicp.ir.expr import LOW_PRECISION
-from dicp.ops.table import is_stepped
+from dicp.ops.table import is_stepped, table
 from dicp.passes.facts import ROUNDED, aten, base_of, is_tensor, value_of
 from dicp.passes.norms import NORMS
 
-_KEEP_DIGITS = frozenset(
-    getattr(aten, name)
-    for name in """abs neg relu where maximum minimum clamp clamp_min clamp_max amax amin
-    cat flip gather index index_select""".split()
+_PICK = frozenset(
+    getattr(aten, name) for name in "amax amin max min aminmax scatter_reduce index_reduce".split()
 )
-"""Whose results are elements of their operands, or those with another sign: rounded, if these are."""
 
 
 def round_stepped(graph: GraphModule) -> None:
     """Mark what is read by what jumps."""
-    _mark(graph.graph, {n.name for n in _stepped(graph.graph)})
+    _mark(graph.graph, {n.name for n in _with_origins(_stepped(graph.graph))})
 
 
 def round_alike(forward: GraphModule, backward: GraphModule) -> None:
     """The same in both graphs, with norms' inputs, and where the backward makes again what the forward made
     all that it is made of there: of what was kept, the forward has more digits."""
-    seeds = (*_normalised(forward.graph), *_stepped(forward.graph), *_stepped(backward.graph))
-    names = {n.name for n in seeds}
-    stack = [n for n in backward.graph.nodes if n.name in names]
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand.name not in names:
-                names.add(operand.name)
-                stack.append(operand)
+    names = {n.name for n in (*_with_origins(_stepped(forward.graph)), *_normalised(forward.graph))}
+    again = [n for n in backward.graph.nodes if n.name in names]
+    names |= {n.name for n in _with_origins([*_stepped(backward.graph), *again])}
     _mark(forward.graph, names)
     _mark(backward.graph, names)
 
@@ -60,26 +55,46 @@ def _normalised(graph: Graph) -> Iterator[Node]:
 
 
 def _stepped(graph: Graph) -> Iterator[Node]:
-    """What is read by what jumps, and what of that are elements of something: that too."""
-    stack = [a for n in graph.nodes if n.op == "call_function" for a in _read_at_steps(n)]
-    seen: set[Node] = set()
-    while stack:
-        node = base_of(stack.pop())
-        if node in seen or not _is_low(node):
-            continue
-        seen.add(node)
-        yield node
-        if getattr(node.target, "overloadpacket", None) in _KEEP_DIGITS:
-            stack += node.all_input_nodes
+    """What is read by what jumps."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            yield from _read_at_steps(node)
 
 
 def _read_at_steps(node: Node) -> list[Node]:
     """Operands whose smallest change may change the result by much."""
     if node.target is aten.grid_sampler_2d_backward.default:  # of another pixel than the forward sampled
         return node.all_input_nodes[2:3]
-    dtype = value_of(node).dtype if is_tensor(node) else None
-    whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
-    return node.all_input_nodes if whole or is_stepped(node.target) else []
+    row = table().get(node.target)
+    if row is not None and row.kind == "random":
+        return []
+    picks = getattr(node.target, "overloadpacket", None) in _PICK or is_stepped(node.target)
+    return node.all_input_nodes if picks or _gives_whole_numbers(node) else []
+
+
+def _gives_whole_numbers(node: Node) -> bool:
+    """Or truths, or positions beside what was picked there."""
+    value = value_of(node)
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    dtypes = [v.dtype for v in results if isinstance(v, torch.Tensor)]
+    return any(not (d.is_floating_point or d.is_complex) for d in dtypes)
+
+
+def _with_origins(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes and what they are made of by kernels."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes if _is_made_by_kernels(node) else []
+    return found
+
+
+def _is_made_by_kernels(node: Node) -> bool:
+    row = table().get(node.target)
+    return node.target is operator.getitem or row is not None and row.rule is not None
 
 
 def _is_low(node: Node) -> bool:

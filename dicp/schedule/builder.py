@@ -52,6 +52,11 @@ class DefinitionBuilder:
         self.check_numbers: dict[str, int] = {}
         self.padded: dict[Any, Buffer] = {}  # copies of windows whose rows begin anywhere, by the window
 
+    @property
+    def rounds(self) -> bool:
+        """See dicp.ir.value.Builder."""
+        return self.out.rounds
+
     # -- materialising -------------------------------------------------------------------------------------
 
     def memo(self, value: Value, node: fx.Node | None = None) -> Value:

@@ -152,12 +152,13 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
         if isinstance(d, Pointwise):
             out = d.outputs[0]
             value = ex.cast(resolve(d.expr, m), out.dtype)
-            if lowered.rounds:
+            if lowered.rounds or out.name in outside:  # whoever reads it here sees what others read in memory
                 value = ex.round_to(value, out.dtype)
             if value.note is None and value.op not in ("const", "index"):
                 value.note = d.note
             if out.name in outside or out.kind == "input":
-                draft.body.append(Store(out.name, out.flat(m.index(d.index)), value, note=d.note))
+                kept = _as_stored(value, out.dtype)
+                draft.body.append(Store(out.name, out.flat(m.index(d.index)), kept, note=d.note))
             forwarded[out.name] = value
         elif isinstance(d, Reduction):
             _reduction(d, m, resolve(d.expr, m), outside, draft, forwarded, lowered.rounds)
@@ -169,6 +170,12 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
             flat: Index = target.args[0] if target.op == "index" else int(target.args[0])
             draft.body.append(Store(out.name, flat, value, d.mode, d.unique, d.note))
     return draft
+
+
+def _as_stored(value: Expr, dtype: torch.dtype) -> Expr:
+    """A value for a store, which rounds it itself."""
+    rounded = value.op == "round" and value.args[1] == dtype
+    return value.args[0] if rounded else value  # type: ignore[no-any-return]
 
 
 def _load(buffer: Buffer, idx: tuple[Index, ...]) -> Expr:

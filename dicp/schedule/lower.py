@@ -252,7 +252,7 @@ class Lowering(DefinitionBuilder):
         read = expr.args[0] if expr.op == "cast" else expr
         if expr.op in ("const", "index") or (read.op == "at" and not is_indirect(ex.walk(read))):
             return value
-        if self.config.numerics == "eager" or ROUNDED in result.meta:
+        if self.config.numerics == "eager" or ROUNDED in result.meta or self.readers.in_memory[result]:
             value = self._rounded(value)
             expr = value(idx)
         if self.readers.want_buffer(result, expr, value, uses, self.out.buffers):

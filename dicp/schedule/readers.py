@@ -124,6 +124,11 @@ def _use_counts(gm: fx.GraphModule) -> dict[fx.Node, int]:
     return counts
 
 
+def _is_made_by_kernels(node: fx.Node) -> bool:
+    row = table().get(node.target)
+    return row is not None and row.rule is not None
+
+
 def _memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Node, int]:
     """How many readers want each node's value in memory, looking through views and tuple elements: library
     calls, externs, and the caller."""
@@ -133,7 +138,7 @@ def _memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Nod
         for user in node.users:
             if user.op == "call_function" and (user.target is operator.getitem or is_view(user)):
                 total += counts[user]
-            elif user.op == "output" or user in calls or user.target not in table():
+            elif user.op == "output" or user in calls or not _is_made_by_kernels(user):
                 total += 1
         counts[node] = total
     return counts

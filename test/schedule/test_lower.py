@@ -192,8 +192,7 @@ kernel add(arg0_1: bf16, t0: bf16*)
   v1: f32 = mul(v0, v0)
   v2: f32 = round(v1, torch.bfloat16)
   v3: f32 = add(v2, 1.0:f32)
-  v4: f32 = round(v3, torch.bfloat16)
-  t0[i0] = v4
+  t0[i0] = v3
 """,
         )
 

@@ -17,6 +17,9 @@ from dicp.ops.table import Declined, Row, elementwise, row
 TO_FLOAT = """sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh
     cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma""".split()
 
+EDGED = "asin acos acosh atanh erfinv".split()
+"""Which are NaN beyond a number that rounding may give."""
+
 
 def on_floats(fn: Callable[[Expr], Expr]) -> Callable[[Expr], Expr]:
     """fn, which leaves integers as they are."""
@@ -91,9 +94,8 @@ def rows() -> Iterator[Row]:
     aten, prims = torch.ops.aten, torch.ops.prims
     for name in TO_FLOAT:
         also = [getattr(prims, name).default] if hasattr(prims, name) else []
-        yield elementwise(
-            name, getattr(aten, name).default, *also, body=getattr(s, name), promote="INT_TO_FLOAT"
-        )
+        yield elementwise(name, getattr(aten, name).default, *also, body=getattr(s, name),
+                          promote="INT_TO_FLOAT", stepped=name in EDGED)
     for name in ("floor", "ceil", "trunc"):
         yield elementwise(name, getattr(aten, name).default, getattr(prims, name).default, stepped=True,
                           body=on_floats(getattr(s, name)))
@@ -121,7 +123,8 @@ def rows() -> Iterator[Row]:
     yield elementwise("logaddexp", aten.logaddexp.default, body=logaddexp)
     yield elementwise("logaddexp2", aten.logaddexp2.default, body=logaddexp2)
     yield elementwise(
-        "logit", aten.logit.default, aten.special_logit.default, body=logit, promote="INT_TO_FLOAT"
+        "logit", aten.logit.default, aten.special_logit.default, body=logit, promote="INT_TO_FLOAT",
+        stepped=True,
     )
     yield elementwise("logit_backward", aten.logit_backward.default, body=logit_backward)
     yield elementwise("special_entr", aten.special_entr.default, body=entr, promote="INT_TO_FLOAT")

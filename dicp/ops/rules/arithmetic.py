@@ -68,7 +68,9 @@ def power_rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Va
     root = isinstance(exponent, float) and abs(exponent) == 0.5
     if root and isinstance(base, Value) and base.dtype == torch.float16:
         return apply_body(s.pow_, "DEFAULT", binding, *b.meta(node))  # as eager's: of -inf and -0 they differ
-    return apply_body(power, "DEFAULT", binding, *b.meta(node))
+    # an exponent of which only the rounding is a whole number would make NaN of a negative base
+    stepped = isinstance(exponent, Value) or b.rounds
+    return apply_body(power, "DEFAULT", binding, *b.meta(node), stepped=stepped, numbers=b.rounds)
 
 
 def divide(x: Expr, y: Expr, rounding_mode: str | None = None) -> Expr:
@@ -82,7 +84,8 @@ def divide_rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> V
     binding = bind(node.target, args, kwargs)
     if binding.settings.get("rounding_mode") is None:
         return apply_body(divide, "INT_TO_FLOAT", binding, *b.meta(node))
-    return apply_body(guarded(b, node, divide), "DEFAULT", binding, *b.meta(node), stepped=True)
+    checked = guarded(b, node, divide)  # by a number with all its digits, as eager
+    return apply_body(checked, "DEFAULT", binding, *b.meta(node), stepped=True, numbers=False)
 
 
 def guarded(b: Builder, node: torch.fx.Node, body: Body) -> Body:
@@ -99,12 +102,13 @@ def guarded(b: Builder, node: torch.fx.Node, body: Body) -> Body:
     return checked
 
 
-def division(name: str, *overloads: Any, body: Body) -> Row:
-    """The row of a division that gives integers for integers."""
+def division(name: str, *overloads: Any, body: Body, numbers: bool = True) -> Row:
+    """The row of a division that gives integers for integers. numbers: they are rounded as well."""
 
     def rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
         binding = bind(node.target, args, kwargs)
-        return apply_body(guarded(b, node, body), "DEFAULT", binding, *b.meta(node), stepped=True)
+        checked = guarded(b, node, body)
+        return apply_body(checked, "DEFAULT", binding, *b.meta(node), stepped=True, numbers=numbers)
 
     rule.__name__ = name
     return Row(name, overloads, "elementwise", rule, body, stepped=frozenset(overloads))
@@ -132,22 +136,24 @@ def copy(b: Builder, node: torch.fx.Node, x: Value, src: Value, non_blocking: bo
 
 def arithmetic_rows() -> Iterator[Row]:
     aten, prims = torch.ops.aten, torch.ops.prims
-    yield elementwise("add", aten.add.Tensor, aten.add.Scalar, prims.add.default, body=add)
-    yield elementwise("sub", aten.sub.Tensor, aten.sub.Scalar, prims.sub.default,
+    yield elementwise("add", aten.add.Tensor, aten.add.Scalar, prims.add.default, body=add, narrow=True)
+    yield elementwise("sub", aten.sub.Tensor, aten.sub.Scalar, prims.sub.default, narrow=True,
                       body=lambda x, y, alpha=1: x - scaled(y, alpha))
     yield elementwise(
-        "rsub", aten.rsub.Tensor, aten.rsub.Scalar, body=lambda x, y, alpha=1: y - scaled(x, alpha)
+        "rsub", aten.rsub.Tensor, aten.rsub.Scalar, narrow=True,
+        body=lambda x, y, alpha=1: y - scaled(x, alpha),
     )
     yield elementwise("mul", aten.mul.Tensor, aten.mul.Scalar, prims.mul.default, body=mul)
     yield Row("div", (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode,
                       aten.true_divide.Tensor, aten.true_divide.Scalar), "elementwise", divide_rule, divide,
               stepped=frozenset((aten.div.Tensor_mode, aten.div.Scalar_mode)))
-    yield division("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor)
+    yield division("floor_divide", aten.floor_divide.default, aten.floor_divide.Scalar, body=s.div_floor,
+                   numbers=False)
     yield division("remainder", aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor,
                    body=s.remainder)
     yield division("fmod", aten.fmod.Tensor, aten.fmod.Scalar, body=s.fmod)
     yield Row("pow", (aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar), "elementwise",
-              power_rule, power)
+              power_rule, power, stepped=frozenset((aten.pow.Tensor_Tensor, aten.pow.Scalar)))
     yield elementwise("square", aten.square.default, body=lambda x: x * x, promote="BOOL_TO_LONG")
     yield elementwise("neg", aten.neg.default, prims.neg.default, body=s.neg)
     yield elementwise("abs", aten.abs.default, prims.abs.default,

@@ -122,22 +122,27 @@ def bind(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Binding:
     return Binding(tuple(operands), settings)
 
 
-def elementwise_rule(name: str, body: Body, promote: Promote, stepped: bool = False) -> Rule:
-    """The rule of an elementwise row: operands are cast to the dtype torch computes in."""
+def elementwise_rule(
+    name: str, body: Body, promote: Promote, stepped: bool = False, narrow: bool = False
+) -> Rule:
+    """The rule of an elementwise row: operands are cast to the dtype torch computes in. narrow: numbers too
+    are rounded where eager's roundings are asked for."""
 
     def rule(b: Builder, node: torch.fx.Node, *args: Any, **kwargs: Any) -> Value:
-        return apply_body(body, promote, bind(node.target, args, kwargs), *b.meta(node), stepped=stepped)
+        rounded = stepped or narrow and b.rounds
+        return apply_body(body, promote, bind(node.target, args, kwargs), *b.meta(node), stepped=rounded)
 
     rule.__name__ = name
     return rule
 
 
 def apply_body(body: Body, promote: Promote, binding: Binding, shape: Shape, dtype: torch.dtype,
-               stepped: bool = False) -> Value:
+               stepped: bool = False, numbers: bool = True) -> Value:
     """The value whose element is `body` of the bound arguments' elements.
 
     stepped: a tiny change of an operand can change the result much (comparison, remainder, floor), so
-    operands are rounded as torch holds them: to the dtype they are promoted to.
+    operands are rounded as torch holds them: to the dtype they are promoted to. numbers: what is not of that
+    dtype too.
     """
     promoting = [x for name, x in binding.operands if name not in SELECTORS and x is not None]
     compute = None if promote == "NONE" else computation_dtypes(promote, promoting)[0]
@@ -149,8 +154,12 @@ def apply_body(body: Body, promote: Promote, binding: Binding, shape: Shape, dty
         value = x(idx) if isinstance(x, Value) else scalar_expr(x, compute or dtype)
         if compute is None or name in SELECTORS:
             return value
-        value = ex.cast(value, compute)
-        return value if rounded is None else ex.round_to(value, rounded)
+        value, given = ex.cast(value, compute), isinstance(x, Value) and x.dtype == rounded
+        if rounded is None or not (numbers or given):
+            return value
+        if value.op == "const" and rounded in ex.LOW_PRECISION:
+            return ex.const(torch.tensor(float(value.args[0]), dtype=rounded).item(), compute)
+        return ex.round_to(value, rounded)
 
     spread = [(name, broadcast(x, shape) if isinstance(x, Value) else x) for name, x in binding.operands]
     return Value(shape, dtype, lambda idx: scalar_expr(
