@@ -174,8 +174,11 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
 
 def _as_stored(value: Expr, dtype: torch.dtype) -> Expr:
     """A value for a store, which rounds it itself."""
-    rounded = value.op == "round" and value.args[1] == dtype
-    return value.args[0] if rounded else value  # type: ignore[no-any-return]
+    if value.op != "round" or value.args[1] != dtype:
+        return value
+    exact: Expr = value.args[0]
+    exact.note = exact.note or value.note
+    return exact
 
 
 def _load(buffer: Buffer, idx: tuple[Index, ...]) -> Expr:

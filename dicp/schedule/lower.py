@@ -260,7 +260,13 @@ class Lowering(DefinitionBuilder):
         return value
 
     def _rounded(self, value: Value) -> Value:
-        return Value(value.shape, value.dtype, lambda idx: ex.round_to(value(idx), value.dtype))
+        def element(idx: Any) -> ex.Expr:
+            exact = value(idx)
+            rounded = ex.round_to(exact, value.dtype)
+            rounded.note = rounded.note or exact.note
+            return rounded
+
+        return Value(value.shape, value.dtype, element)
 
 def _host_scalar(node: fx.Node, lowering: Lowering) -> Any:
     """A symbolic float or bool computed from sizes, as a float64 (or bool) expression."""
