@@ -1,10 +1,13 @@
-"""What a native segment's return code raises."""
+"""What a native segment's return code raises, and what a program refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.autograd import forward_ad
 
 from dicp.compat import library_error, tensors_from_handles
 from dicp.errors import DicpError, check_error
@@ -59,6 +62,20 @@ def _put(x: Any, values: Any) -> Any:
     return x
 
 
+def refuse_tangents(args: Sequence[Any]) -> None:
+    """Raises DicpError where an input has a tangent of forward-mode differentiation, which would be lost."""
+    for x in args:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise DicpError(
+                "a compiled function was given a tensor with a tangent (forward-mode differentiation)",
+                todo="use torch.func.jvp, or compile the function that takes the derivative",
+            )
+
+
+NO_MEMORY = -(1 << 30)
+"""The code of a segment that was given no memory where there should be some."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Raises what a native segment's return code stands for. Can be pickled."""
@@ -69,6 +86,11 @@ class Failure:
     def __call__(self, code: int, words: Sequence[int] = ()) -> None:
         if code > 0:
             raise check_error(self.messages[code - 1])
+        if code == NO_MEMORY:
+            raise DicpError(
+                "an input has elements and no memory: a fake tensor, or one of zeros that autograd made",
+                todo="give real tensors; under FakeTensorMode call the function that was compiled instead",
+            )
         call = self.calls[-code - 1]
         said = library_error() or "its message is on stderr, or a result is of another size than was foreseen"
         if len(words) and words[0]:

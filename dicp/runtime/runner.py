@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from dicp.compat import empty_strided_cpu, tensors_from_handles
 from dicp.errors import InternalError
@@ -25,6 +26,7 @@ from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.runtime.arena import ARENA
 from dicp.runtime.bits import plain
+from dicp.runtime.failure import refuse_tangents
 from dicp.runtime.host import host_number, host_size
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
@@ -73,6 +75,8 @@ class Runner:
             "apart": apart,
             "parts": parts,
             "torch": torch,
+            "forward_ad": forward_ad,
+            "refuse_tangents": refuse_tangents,
         }
         self.lines: list[str] = []
         self.layout: list[str] = []  # the function `arena`, where sizes leave offsets open
@@ -84,6 +88,7 @@ class Runner:
     # -- writing -------------------------------------------------------------------------------------------
 
     def _write(self) -> str:
+        self.lines.append("if forward_ad._current_level >= 0: refuse_tangents(args)")
         self._inputs()
         self._lay_out()
         self._let_results_rest()

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from checks import close
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from dicp.errors import (
     BuildError,
@@ -348,3 +350,31 @@ def test_unknown_vendor_names_near_match() -> None:
         vendor.get("cpu_grph")
     with pytest.raises(DicpError, match="no vendor serves device 'tpu'"):
         vendor.for_device("tpu")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tensors_without_memory_are_refused(dynamic: bool) -> None:
+    """Where their addresses, which are 0, would be read."""
+    fns = [lambda x: x.sin() + 1, lambda x: (x @ x).exp()]
+    compiled = [torch.compile(fn, backend="dicp_cpu", dynamic=dynamic) for fn in fns]
+    with FakeTensorMode():
+        fake = torch.randn(4, 4)
+    for fn in compiled:
+        assert fn(torch.randn(4, 4)).shape == (4, 4) and fn(torch.randn(0, 0)).shape == (0, 0)
+        with pytest.raises(DicpError, match="no memory"):
+            fn(fake)
+        with FakeTensorMode(), pytest.raises(DicpError, match="no memory"):
+            fn(torch.randn(4, 4))
+    with pytest.raises(DicpError, match="no memory"):
+        compiled[0](torch._efficientzerotensor(4, 4))
+
+
+def test_tangents_are_refused_where_they_would_be_lost() -> None:
+    compiled = torch.compile(lambda x: x.sin() * 2, backend="dicp_cpu")
+    x, t = torch.randn(3), torch.randn(3)
+    with forward_ad.dual_level():
+        torch.testing.assert_close(compiled(x), x.sin() * 2)
+        with pytest.raises(DicpError, match="tangent"):
+            compiled(forward_ad.make_dual(x, t))
+    _, along = torch.func.jvp(compiled, (x,), (t,))
+    torch.testing.assert_close(along, 2 * x.cos() * t)

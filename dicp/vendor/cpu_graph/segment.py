@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dicp.ir.index import Index
+from dicp.runtime.failure import NO_MEMORY
 from dicp.schedule.defs import Buffer, Call, View, operands, views
 from dicp.schedule.kernels import Item, Launch
 from dicp.vendor.cpu_graph import codegen
@@ -80,6 +81,7 @@ class SegmentWriter:
         self.made: dict[int, str] = {}  # id of a View -> its Tensor, within one call
         self.arguments: list[str] = []  # buffers whose address the caller passes, in order
         self.declared: set[str] = set()
+        self.given: list[str] = []  # pointers to inputs that have elements
         self.kernels: dict[str, str] = {}  # function of another unit -> its parameters, in order of first use
         self.templates: dict[str, Unit] = {}  # of these, the ones that claims brought
         self.calls: list[Call] = []  # by the number that a failed one returns
@@ -298,6 +300,9 @@ class SegmentWriter:
             source = f"{self.handles[root]}.data<char>()"
         else:
             source = self._argument(root)
+        if b.kind == "input" and b.numel != 0:
+            known = isinstance(b.numel, int)
+            self.given.append(mine if known else f"({mine} || !({self.text(b.numel)}))")
         self.hoist(f"{kind}* const {mine} = ({kind}*)({source});", root in self.handles)
         return mine
 
@@ -393,10 +398,13 @@ class SegmentWriter:
             body.append("int64_t clock = 0;")
         if self.uses_checks:
             body.append(f"int32_t checks[{n_checks}] = {{}};")
-        given = [
+        if self.given:
+            there = " && ".join(self.given)
+            self.hoisted.append(f"if (!({there})) return {NO_MEMORY};  // of a fake tensor, say")
+        kept = [
             f"results[{k}] = (int64_t){self.handles[name]}.release();" for k, name in enumerate(self.kept)
         ]
-        body += [*self.hoisted, *self.steps, *self.check(n_checks), *given, "return 0;"]
+        body += [*self.hoisted, *self.steps, *self.check(n_checks), *kept, "return 0;"]
         out += [
             f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
             *("  " + line for line in body),
