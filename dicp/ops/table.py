@@ -79,6 +79,12 @@ def elementwise(name: str, *overloads: OpOverload, body: Body, promote: Promote 
     return Row(name, overloads, "elementwise", rule, body, promote, frozenset(overloads if stepped else ()))
 
 
+def has_rule(target: Any) -> bool:
+    """Whether kernels compute an op, where no library does."""
+    row = table().get(target)
+    return row is not None and row.rule is not None
+
+
 def is_stepped(target: Any) -> bool:
     """Whether an op rounds its operands of low precision, because its result jumps."""
     row = table().get(target)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dicp.ir.expr import LOW_PRECISION
-from dicp.ops.table import is_stepped, table
+from dicp.ops.table import has_rule, is_stepped, table
 from dicp.passes.facts import ROUNDED, aten, base_of, is_tensor, value_of
 from dicp.passes.norms import NORMS
 
@@ -88,13 +88,9 @@ def _with_origins(nodes: Iterable[Node]) -> set[Node]:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += node.all_input_nodes if _is_made_by_kernels(node) else []
+            made = node.target is operator.getitem or has_rule(node.target)
+            stack += node.all_input_nodes if made else []
     return found
-
-
-def _is_made_by_kernels(node: Node) -> bool:
-    row = table().get(node.target)
-    return node.target is operator.getitem or row is not None and row.rule is not None
 
 
 def _is_low(node: Node) -> bool:

@@ -14,7 +14,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.value import Shape, Value
 from dicp.ops.aliases import view_root
-from dicp.ops.table import table
+from dicp.ops.table import has_rule
 from dicp.schedule.defs import Buffer
 from dicp.schedule.traced import is_view, reduces
 
@@ -124,11 +124,6 @@ def _use_counts(gm: fx.GraphModule) -> dict[fx.Node, int]:
     return counts
 
 
-def _is_made_by_kernels(node: fx.Node) -> bool:
-    row = table().get(node.target)
-    return row is not None and row.rule is not None
-
-
 def _memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Node, int]:
     """How many readers want each node's value in memory, looking through views and tuple elements: library
     calls, externs, and the caller."""
@@ -138,7 +133,7 @@ def _memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Nod
         for user in node.users:
             if user.op == "call_function" and (user.target is operator.getitem or is_view(user)):
                 total += counts[user]
-            elif user.op == "output" or user in calls or not _is_made_by_kernels(user):
+            elif user.op == "output" or user in calls or not has_rule(user.target):
                 total += 1
         counts[node] = total
     return counts
