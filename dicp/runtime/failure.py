@@ -74,6 +74,8 @@ def refuse_tangents(args: Sequence[Any]) -> None:
 
 NO_MEMORY = -(1 << 30)
 """The code of a segment that was given no memory where there should be some."""
+UNFORESEEN = 1 << 20
+"""What the number of a call has more in the code of a segment where its result could not be laid out."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,12 @@ class Failure:
                 "an input has elements and no memory: a fake tensor, or one of zeros that autograd made",
                 todo="give real tensors; under FakeTensorMode call the function that was compiled instead",
             )
-        call = self.calls[-code - 1]
-        said = library_error() or "its message is on stderr, or a result is of another size than was foreseen"
+        unforeseen = code < -UNFORESEEN
+        call = self.calls[-code - 1 - (UNFORESEEN if unforeseen else 0)]
+        if unforeseen:
+            what = f"{call.op}: a result is of another size than was foreseen, or memory for it is short"
+            raise DicpError(what, where=call.where)
+        said = library_error() or "its message is on stderr"
         if len(words) and words[0]:
             call.raise_again(words[1:])
         raise DicpError(f"{call.op}: the library call failed: {said}", where=call.where)

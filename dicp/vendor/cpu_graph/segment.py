@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dicp.ir.index import Index
-from dicp.runtime.failure import NO_MEMORY
+from dicp.runtime.failure import NO_MEMORY, UNFORESEEN
 from dicp.schedule.defs import Buffer, Call, View, operands, views
 from dicp.schedule.kernels import Item, Launch
 from dicp.vendor.cpu_graph import codegen
@@ -254,9 +254,8 @@ class SegmentWriter:
                 continue
             sizes, n = self.ints(b.shape)
             strides, _ = self.ints(b.strides)
-            self.lines.append(
-                f"if (!{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})) return {-number};"
-            )
+            laid_out = f"{b.name}_t.require({n}, {sizes}, {strides}, {DTYPE_CODES[b.dtype]})"
+            self.lines.append(f"if (!{laid_out}) return {-number - UNFORESEEN};")
 
     def template(self, function: str, parameters: str, source: str, effort: Effort = "full") -> str:
         """A function of the vendor's own that `call` may name; source: its unit, which exports it."""
