@@ -21,6 +21,7 @@ from torch._C._dynamo.guards import (  # type: ignore[attr-defined]
 from torch._guards import detect_fake_mode as _detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _in_kernel
+from torch.autograd import forward_ad  # whose `_current_level` is not below 0 while a dual_level is open
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import statically_known_true as _statically_known_true
 
@@ -28,6 +29,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "fake_mode_of",
+    "forward_ad",
     "known_equal",
     "known_true",
     "quiet_shapes",

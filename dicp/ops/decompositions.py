@@ -169,12 +169,10 @@ def grid_sampler(x: Any, grid: Any, mode: int, padding: int, align_corners: bool
     if mode == 1 and grid.dtype in LOW_PRECISION and grid.device.type == "cpu":
         return NotImplemented
     sample = compat.torch_decompositions()[torch.ops.aten.grid_sampler_2d.default]
-    if mode == 2:
-        return sample(x, grid, mode, padding, align_corners)
-    if padding != 0:
-        return sample(x, torch.where(grid.isnan(), -1, grid), mode, padding, align_corners)
+    if padding != 0 and mode != 2:
+        grid = torch.where(grid.isnan(), -1, grid)
     out = sample(x, grid, mode, padding, align_corners)
-    return torch.where(grid.isnan().any(-1)[:, None], math.nan, out) if mode == 0 else out
+    return torch.where(grid.isnan().any(-1)[:, None], math.nan, out) if padding == mode == 0 else out
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:

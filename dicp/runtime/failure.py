@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from dicp.compat import library_error, tensors_from_handles
+from dicp.compat import forward_ad, library_error, tensors_from_handles
 from dicp.errors import DicpError, check_error
 from dicp.ir import index as ix
 from dicp.ir.printer import user_location
@@ -93,11 +92,11 @@ class Failure:
                 "an input has elements and no memory: a fake tensor, or one of zeros that autograd made",
                 todo="give real tensors; under FakeTensorMode call the function that was compiled instead",
             )
-        unforeseen = code < -UNFORESEEN
-        call = self.calls[-code - 1 - (UNFORESEEN if unforeseen else 0)]
-        if unforeseen:
+        if code < -UNFORESEEN:
+            call = self.calls[-code - UNFORESEEN - 1]
             what = f"{call.op}: a result is of another size than was foreseen, or memory for it is short"
             raise DicpError(what, where=call.where)
+        call = self.calls[-code - 1]
         said = library_error() or "its message is on stderr"
         if len(words) and words[0]:
             call.raise_again(words[1:])

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from dicp.compat import empty_strided_cpu, tensors_from_handles
+from dicp.compat import empty_strided_cpu, forward_ad, tensors_from_handles
 from dicp.errors import InternalError
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var

@@ -218,8 +218,9 @@ class Lowering(DefinitionBuilder):
         def get(a: Any) -> Any:
             if isinstance(a, fx.Node):
                 val = a.meta.get("val")
-                made_of_sizes = isinstance(val, (torch.SymFloat, torch.SymBool))
-                return Host(val.node.expr) if called and made_of_sizes else self.values[a]  # type: ignore[union-attr]
+                if called and isinstance(val, (torch.SymFloat, torch.SymBool)):
+                    return Host(val.node.expr)
+                return self.values[a]
             if isinstance(a, torch.SymInt):
                 return self.index(a)
             if isinstance(a, (list, tuple)):

@@ -578,7 +578,7 @@ def of_a_copy(copy, back):
 
 NEVER_NAN = {
     "floor": lambda z: (z - z.floor()).sqrt(),
-    "remainder": lambda z: (z.abs() - z.abs() % 1.0 - z.abs().floor() + 1).sqrt(),
+    "remainder": lambda z: ((whole := z.abs() - z.abs() % 1.0).floor() - whole).sqrt(),
     "truncated": lambda z: (z.abs() - z.abs().long()).sqrt(),
     "quotient": lambda z: (z - z // 1).sqrt(),
     "guarded_root": lambda z: torch.where(z >= 1.0, (z - 1.0).sqrt(), 0.0),
@@ -587,7 +587,6 @@ NEVER_NAN = {
     "normalised": lambda z: ((z - z.amin()) / (z.amax() - z.amin())).acos(),
     "scaled": lambda z: (z - (z * 2).floor() / 2).sqrt(),
     "amax": above_its_own(lambda z: z.amax()),
-    "max_of_squares": lambda z: (lambda y: above_its_own(torch.amax)(y))(z * z.square().mean(-1, True).rsqrt()),
     "topk": above_its_own(lambda z: z.topk(1, -1).values),
     "sort": above_its_own(lambda z: z.sort(-1, descending=True).values[:, :1]),
     "kthvalue": above_its_own(lambda z: z.kthvalue(z.shape[1], -1, keepdim=True).values),

@@ -397,13 +397,12 @@ class SegmentWriter:
             body.append("int64_t clock = 0;")
         if self.uses_checks:
             body.append(f"int32_t checks[{n_checks}] = {{}};")
-        if self.given:
-            there = " && ".join(self.given)
-            self.hoisted.append(f"if (!({there})) return {NO_MEMORY};  // of a fake tensor, say")
+        there = f"if (!({' && '.join(self.given)})) return {NO_MEMORY};  // of a fake tensor, say"
+        body += [*self.hoisted, *([there] if self.given else [])]
         kept = [
             f"results[{k}] = (int64_t){self.handles[name]}.release();" for k, name in enumerate(self.kept)
         ]
-        body += [*self.hoisted, *self.steps, *self.check(n_checks), *kept, "return 0;"]
+        body += [*self.steps, *self.check(n_checks), *kept, "return 0;"]
         out += [
             f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
             *("  " + line for line in body),

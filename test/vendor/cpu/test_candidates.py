@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 from dicp.compiler import _compile_one
 from dicp.config import Config
 from dicp.ops.library import ACTIVATIONS, register
+from dicp.passes.facts import value_of
 from dicp.tuning.choose import candidates
 from dicp.vendor.cpu_graph import CpuGraph
 
@@ -28,19 +29,14 @@ def every_candidate(target: Any, *args: Any, **kwargs: Any) -> set[str] | None:
 
     vendor, config = CpuGraph(), Config.make()
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    graph, given = Graph(), iter(range(len(tensors)))
+    graph, operands = Graph(), list(args)
     with FakeTensorMode() as mode:
-        nodes = []
-        for t in tensors:
-            nodes.append(graph.placeholder(f"operand{next(given)}"))
-            nodes[-1].meta["val"] = mode.from_tensor(t)
-        left = iter(nodes)
-        call = graph.call_function(
-            target, tuple(next(left) if isinstance(a, torch.Tensor) else a for a in args), kwargs
-        )
-        left = iter(n.meta["val"] for n in nodes)
-        fake = target(*(next(left) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
-    call.meta["val"] = fake
+        for k, a in enumerate(args):
+            if isinstance(a, torch.Tensor):
+                operands[k] = graph.placeholder(f"operand{k}")
+                operands[k].meta["val"] = mode.from_tensor(a)
+        call = graph.call_function(target, tuple(operands), kwargs)
+        call.meta["val"] = target(*map(value_of, operands), **kwargs)
     graph.output((call,))
     gm = GraphModule(torch.nn.Module(), graph)
     if target.namespace == "dicp" and not vendor.supports(target, call):
