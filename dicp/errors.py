@@ -26,8 +26,13 @@ class UnsupportedOp(DicpError):
 
 
 class InternalError(DicpError):
-    """A fault of dicp's own while it compiled a call of the user's model; the exception it shows itself by is
-    the cause."""
+    """A bug of dicp's own; the exception that showed it, if one did, is the cause. The remedy begins with the
+    report of it."""
+
+    def __init__(self, what: str, *, where: str | Sequence[str] = (), todo: str = "") -> None:
+        with_what = "what `python -m dicp.info` prints and DICP_DUMP=<folder> writes"
+        report = f"this is a bug in dicp: report it, with {with_what}"
+        super().__init__(what, where=where, todo=f"{report}. {todo}" if todo else report)
 
 
 class BuildError(DicpError):

@@ -90,7 +90,9 @@ def explain(
 ) -> Explanation:
     """Compile and run `model(*args, **kwargs)` once, and tell what was made of it.
 
-    When a floating result requires a gradient, the backward is run too (of the sum of such results).
+    When a floating result requires a gradient, the backward is run too (of the sum of such results). As in
+    training, that adds to `.grad`, and modules in training mode update their running statistics. What Dynamo
+    compiled before is dropped.
     """
     import torch
 
@@ -103,7 +105,7 @@ def explain(
     with observe(found.append):
         result = torch.compile(model, backend=backend, options=options)(*args, **kwargs)
         leaves = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        wanting = [t for t in leaves if t.requires_grad]
+        wanting = [t for t in leaves if t.requires_grad and t.is_floating_point()]
         if wanting:
             sum((t.sum() for t in wanting), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
     seconds = time.perf_counter() - start
@@ -141,8 +143,8 @@ def report(compiled: Compiled) -> GraphReport:
         len(plan.root),
         len(plan.borrowed),
         compiled.seconds,
-        sum(getattr(s, "compiled", 0) for s in stats),
-        sum(getattr(s, "hits", 0) for s in stats),
+        sum(s.compiled for s in stats),
+        sum(s.hits for s in stats),
         list(folding.texts) if folding is not None else [],
         folding.nbytes if folding is not None else 0,
         len(folding.frozen) if folding is not None else 0,

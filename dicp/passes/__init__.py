@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.fx import GraphModule, Node
 
+from dicp.errors import DicpError, InternalError
 from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
@@ -91,7 +92,8 @@ def run_passes(
     """Run PASSES over the graph, verifying it before the first and after each where `config.verify`. The
     module's Python code stays that of the graph before: nobody runs it.
 
-    Raises VerifyError (from the import, or naming the pass through `add_note`).
+    Raises VerifyError (from the import, or naming the pass through `add_note`), InternalError where a pass
+    raises another.
     """
     open_rng_states(gm)  # not one of PASSES: before it the graph has nodes without a value
     if config.verify:
@@ -103,7 +105,7 @@ def run_passes(
         if config.numerics == "eager" and not entry.exact:
             continue
         start = time.perf_counter()
-        gm = entry.run(gm, vendor)
+        gm = _run(entry, gm, vendor)
         seconds = time.perf_counter() - start
         if config.verify:
             _verify_after(gm, entry.name)
@@ -112,6 +114,15 @@ def run_passes(
             on_pass(entry.name, gm, after != before, seconds)
             before = after
     return gm
+
+
+def _run(entry: Pass, gm: GraphModule, vendor: Claims) -> GraphModule:
+    try:
+        return entry.run(gm, vendor)
+    except DicpError:
+        raise
+    except Exception as e:  # whatever a pass with a bug raises
+        raise InternalError(f"the pass {entry.name} failed: {type(e).__name__}: {e}") from e
 
 
 def _verify_after(gm: GraphModule, name: str) -> None:

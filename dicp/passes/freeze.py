@@ -80,17 +80,24 @@ def constants_of(gm: GraphModule) -> frozenset[Node]:
 
 def is_constant(node: Node) -> bool:
     """Whether a value depends on frozen inputs alone."""
-    if node.op == "placeholder":
-        return FROZEN in node.meta
-    pure = node.op == "call_function" and is_pure(node) and _is_fixed(value_of(node))
-    return pure and bool(node.all_input_nodes) and all(map(is_constant, node.all_input_nodes))
+    seen, stack = {node}, [node]
+    while stack:
+        n = stack.pop()
+        if n.op == "placeholder":
+            if FROZEN not in n.meta:
+                return False
+        elif n.op != "call_function" or not n.all_input_nodes or not is_pure(n) or not _is_fixed(value_of(n)):
+            return False
+        stack += [a for a in n.all_input_nodes if a not in seen]
+        seen.update(n.all_input_nodes)
+    return True
 
 
 def _is_fixed(value: Any) -> bool:
     """Whether a value is a plain tensor of sizes that are numbers, or several."""
     if isinstance(value, (tuple, list)):
         return all(v is None or _is_fixed(v) for v in value)
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_sparse:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
 

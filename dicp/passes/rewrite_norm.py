@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from dicp.ir.verify import insert, same_meta
+from dicp.ops.rules.reductions import reduced_dims
 from dicp.passes.facts import aten, value_of
 from dicp.passes.rules import finish
 
@@ -37,9 +38,7 @@ def rewrite_norm(gm: GraphModule) -> GraphModule:
 def _reduction(node: Node, keepdim: object) -> Any:
     """Equal for reductions of the same elements to the same shape."""
     x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
-    rank = value_of(x).dim()
-    reduced = sorted(d % rank for d in dims) if dims else list(range(rank))  # type: ignore[union-attr]
-    return x, tuple(reduced), bool(keepdim)
+    return x, reduced_dims(dims, value_of(x).dim()), bool(keepdim)
 
 
 def _share(gm: GraphModule, mean: Node, var: Node, first: Node) -> None:

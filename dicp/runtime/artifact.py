@@ -36,8 +36,8 @@ from dicp.passes.freeze import Folding
 from dicp.runtime.arena import ARENA
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import Key, content_hash, read_meta
+from dicp.runtime.function import make_function
 from dicp.runtime.pool import POOL
-from dicp.runtime.runner import make_function
 
 SINGLETONS: dict[str, Any] = {"ARENA": ARENA, "POOL": POOL}
 """One per process: named in a pickle, not copied."""

@@ -1,6 +1,7 @@
 """The Python function of a graph that a vendor's toolchain compiled in parts: those, and aten calls between.
 
     def call(args):
+        if forward_ad._current_level >= 0: refuse_tangents(args)
         arg0, arg1, = args
         args.clear()
         v0, = part0(arg0, arg1)
@@ -23,6 +24,7 @@ from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of, writes_input
 from dicp.runtime.artifact import Artifact
 from dicp.runtime.bits import plain
+from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.program import Program
 from dicp.runtime.runner import expect
 from dicp.schedule.defs import Call, Lowered
@@ -74,13 +76,15 @@ class _Writer:
         self.results: list[Any] = list(next(iter(reversed(gm.graph.nodes))).args[0])
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.names = {n: f"arg{k}" for k, n in enumerate(self.inputs)}
-        self.globals: dict[str, Any] = {"expect": expect, "in_order": _in_order, "plain": plain}
+        self.globals = {**FIRST_GLOBALS, "expect": expect, "in_order": _in_order, "plain": plain}
         for node in gm.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self._global("constant", getattr(gm, str(node.target)))
         self.writes = [s for s in steps if isinstance(s, fx.Node) and writes_input(s)]
         self.old: dict[fx.Node, str] = {}  # copies of what shares the memory of an overwritten input
-        self.lines = [f"{', '.join(self.names[n] for n in self.inputs)}, = args"] if self.inputs else []
+        self.lines = [FIRST_LINE]
+        if self.inputs:
+            self.lines.append(f"{', '.join(self.names[n] for n in self.inputs)}, = args")
         self.lines.append("args.clear()")
         self.step, self.last = 0, self._last_steps(steps)
 
@@ -114,10 +118,7 @@ class _Writer:
         ]
         self.lines.append(f"return ({''.join(r + ', ' for r in results)})")
         self.source = "def call(args):\n" + "\n".join("    " + line for line in self.lines) + "\n"
-        exec(compile(self.source, f"<dicp {name}>", "exec"), self.globals)
-        call: Any = self.globals["call"]
-        call._boxed_call = True
-        return call  # type: ignore[no-any-return]
+        return make_function(name, self.source, self.globals)
 
     def _keep_old_values(self) -> None:
         written = {w.args[0] for w in self.writes}

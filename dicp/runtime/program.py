@@ -39,6 +39,16 @@ ResultMemory = Literal["new", "kept", "saved"]
 own memory do; or there, and what is saved for a backward too."""
 
 
+@dataclass(frozen=True)
+class BuildStats:
+    """What one build came to: distinct units found in the cache and compiled, and wall seconds. (cuda_graph
+    has Triton look them up, and counts all as compiled.)"""
+
+    hits: int = 0
+    compiled: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(eq=False)
 class Program:
     """Everything a vendor needs to emit and run a graph."""
@@ -50,7 +60,7 @@ class Program:
     steps: list[Segment | Call] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)  # generated, by file name
     begun: Any = None  # what the vendor began to build before there was a program (vendor.base.Begins)
-    build_stats: Any = None
+    build_stats: BuildStats = field(default_factory=BuildStats)
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owned: Set[str] = frozenset()  # inputs that nobody else holds
     saved: Set[str] = frozenset()  # inputs that autograd kept for a backward, where hooks see them

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from dicp.compat import empty_strided_cpu, forward_ad, tensors_from_handles
+from dicp.compat import empty_strided_cpu, tensors_from_handles
 from dicp.errors import InternalError
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
 from dicp.runtime.arena import ARENA
 from dicp.runtime.bits import plain
-from dicp.runtime.failure import refuse_tangents
+from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.host import host_number, host_size
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
@@ -74,8 +74,7 @@ class Runner:
             "apart": apart,
             "parts": parts,
             "torch": torch,
-            "forward_ad": forward_ad,
-            "refuse_tangents": refuse_tangents,
+            **FIRST_GLOBALS,
         }
         self.lines: list[str] = []
         self.layout: list[str] = []  # the function `arena`, where sizes leave offsets open
@@ -87,7 +86,7 @@ class Runner:
     # -- writing -------------------------------------------------------------------------------------------
 
     def _write(self) -> str:
-        self.lines.append("if forward_ad._current_level >= 0: refuse_tangents(args)")
+        self.lines.append(FIRST_LINE)
         self._inputs()
         self._lay_out()
         self._let_results_rest()
@@ -360,8 +359,7 @@ class Runner:
         unknown = sorted(used.keys() - self.bound)
         if unknown:
             raise InternalError(
-                f"the size {unknown[0]} is not known where {used[unknown[0]].kernel.name} needs it",
-                todo="this is a fault of dicp: report it, with what DICP_DUMP=<folder> writes",
+                f"the size {unknown[0]} is not known where {used[unknown[0]].kernel.name} needs it"
             )
 
     def _measure(self, b: Buffer) -> None:
@@ -503,14 +501,6 @@ class Runner:
         return "(" + "".join(self._text(x) + ", " for x in xs) + ")"
 
 
-def make_function(name: str, source: str, values: dict[str, Any]) -> Callable[[list[Any]], Any]:
-    """The function `call` that the source defines, with `values` as its globals."""
-    exec(compile(source, f"<dicp {name}>", "exec"), values)
-    call: Any = values["call"]
-    call._boxed_call = True
-    return call  # type: ignore[no-any-return]
-
-
 def _slots(n: int) -> tuple[Any, int]:
     array = (ctypes.c_int64 * n)()
     return array, ctypes.addressof(array)
@@ -565,4 +555,4 @@ def _returns_alias(target: Any) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-__all__ = ["NativeSegment", "Runner", "expect", "make_function"]
+__all__ = ["NativeSegment", "Runner", "expect"]

@@ -117,8 +117,7 @@ class Lowering(DefinitionBuilder):
             raise InternalError(
                 f"lowering {op_name(node.target)} failed: {type(e).__name__}: {e}",
                 where=user_location(node) or (),
-                todo="this is a fault of dicp: report it, with what DICP_DUMP=<folder> writes. "
-                "torch.compiler.disable() on the function that makes this call leaves it to eager.",
+                todo="torch.compiler.disable() on the function that makes this call leaves it to eager.",
             ) from e
 
     def _placeholder(self, node: fx.Node) -> None:

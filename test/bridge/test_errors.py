@@ -26,6 +26,7 @@ from dicp.errors import (
     UnsupportedOp,
 )
 from dicp.ops.table import table
+from dicp.passes import PASSES
 from dicp.runtime.failure import Failure, LibraryCall
 
 
@@ -98,6 +99,17 @@ def test_a_fault_of_a_rule_names_op_and_line(monkeypatch: pytest.MonkeyPatch) ->
     text = str(error)
     assert "lowering sin failed" in text and "KeyError: 'no such axis'" in text and "DICP_DUMP" in text
     assert f"{Path(__file__).name}:" in text and "# the faulty op" in text
+
+
+def test_a_fault_of_a_pass_names_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(gm, vendor):
+        raise KeyError("no such node")
+
+    passes = tuple(p._replace(run=run) if p.name == "rewrite_dot" else p for p in PASSES)
+    monkeypatch.setattr("dicp.passes.PASSES", passes)
+    error = failure(faulty_model, r(4, 4))
+    assert isinstance(error, InternalError) and isinstance(error.__cause__, KeyError)
+    assert "the pass rewrite_dot failed: KeyError: 'no such node'" in str(error) and "DICP_DUMP" in str(error)
 
 
 def counts_a_step(step, x):

@@ -46,6 +46,12 @@ def test_explain_lists_what_was_made() -> None:
     assert found.to_dict()["graphs"][0]["name"] == graph.name
 
 
+def test_explain_leaves_complex_results_alone() -> None:
+    w = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    found = dicp.explain(lambda x: (x * w, x * w.real.sin()), r(3), backend="dicp_cpu")
+    assert found.graphs and w.grad is not None
+
+
 def test_explain_lists_every_fused_op() -> None:
     found = dicp.explain(lambda x, y: (x.tanh() * y).sum(-1) + 1, r(4, 70), r(4, 70), backend="dicp_cpu")
     (kernel,) = found.graphs[0].kernels

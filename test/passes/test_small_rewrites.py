@@ -48,6 +48,11 @@ graph(arg0_1: f32[2,8]):
         self.assertIn("var_mean", show(self.check(rewrite_norm, g)))
 
 
+    def test_no_dims_to_name(self) -> None:
+        f = lambda x: x.mean(0) + x.var(0, correction=0)  # noqa: E731
+        self.assertIn("var_mean", show(self.check(rewrite_norm, canonicalize(graph_of(f, ())))))
+
+
 class TestRewriteDropout(TestCase, CheckPass):
     def test_probability_zero(self) -> None:
         f = lambda x: torch.native_dropout(x.sin(), 0.0, True)  # noqa: E731

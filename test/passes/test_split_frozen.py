@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from dicp.ir.printer import show
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
-from dicp.passes.freeze import SMALL, Folding, constants_of, mark_frozen, split_frozen
+from dicp.passes.freeze import SMALL, Folding, constants_of, is_constant, mark_frozen, split_frozen
 from dicp.passes.layout import choose_layout
 from dicp.passes.pack import pack_weights
 from dicp.passes.rewrite_conv import rewrite_conv
@@ -192,3 +192,17 @@ graph(arg1_1: f32[5,6], arg2_1: f32[3,5]):
         g = graph_of(lambda x, w: x * (w * 2), (4,), (4,))
         assert not constants_of(g)
         nothing_folds(g)
+
+
+def test_what_is_made_of_constants_in_many_steps() -> None:
+    """Each value is asked about once: there are 2 ** 60 ways to the last one's weight."""
+
+    def f(x: T, w: T) -> T:
+        for _ in range(60):
+            w = w.sin() * w
+        return x + w
+
+    gm = frozen(graph_of(f, (1,), (1,)), 0)
+    added = gm.graph.output_node().args[0][0]  # type: ignore[index,union-attr]
+    x, w = added.all_input_nodes  # type: ignore[union-attr]
+    assert is_constant(w) and not is_constant(x) and not is_constant(added)  # type: ignore[arg-type]

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 import toy_graph
 from graphs import graph_of
+from torch.autograd import forward_ad
 
 from dicp.compiler import Compiled, compile_graph, observe
 from dicp.config import Config
+from dicp.errors import DicpError
 from dicp.ir.verify import insert
 
 
@@ -49,6 +51,14 @@ def test_a_perceptron_is_one_part(dynamic: bool) -> None:
             torch.testing.assert_close(run(x), model(x))
     assert len(found) == (1 if dynamic else 2)
     assert [c.claim.name.split(":")[0] for c in found[0].program.library_calls] == ["toy_graph"]
+
+
+def test_a_tangent_is_refused() -> None:
+    run = torch.compile(lambda x: x.exp() * 2, backend=toy_graph.backend)
+    with forward_ad.dual_level():
+        run(r(3))
+        with pytest.raises(DicpError, match="tangent"):
+            run(forward_ad.make_dual(r(3), r(3)))
 
 
 def test_a_part_is_given_memory_that_holds_the_elements() -> None:

@@ -31,6 +31,7 @@ from dicp.config import Config
 from dicp.errors import BuildError, DicpError, NoCompileError
 from dicp.runtime.cache import Reservation, Store, open_store
 from dicp.runtime.entry import Key, content_hash
+from dicp.runtime.program import BuildStats
 from dicp.runtime.workers import worker_count
 from dicp.vendor.cpu_graph import toolchain
 from dicp.vendor.cpu_graph.toolchain import EFFORTS, Effort, Flags, Toolchain
@@ -55,15 +56,6 @@ class Unit:
     source: str
     user_lines: tuple[str, ...] = ()
     effort: Effort = "full"
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildStats:
-    """What one build came to: distinct units found in the cache and compiled, and wall seconds."""
-
-    hits: int = 0
-    compiled: int = 0
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -387,7 +379,7 @@ def run_compiler(
         todo = "if memory is short, set workers=1; the command alone: "
     else:
         what = f"the compiler failed on {unit.name} (status {status})"
-        todo = "this is a fault of dicp or of the compiler, not of the model; the command alone: "
+        todo = "this is a bug in dicp or in the compiler, not in the model; the command alone: "
     shown = [str(kept) if a == SOURCE else "/dev/null" if a == LIBRARY else a for a in command]
     lines = output.splitlines()
     head = lines[:_MESSAGE_LINES] + (

@@ -15,9 +15,8 @@ synchronisation, and is reported by the next call of the program that begins aft
 from __future__ import annotations
 
 import concurrent.futures
-import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from dicp import compat
 from dicp.errors import NoCompileError, check_error
 from dicp.ir import index as ix
 from dicp.ir.index import Index
-from dicp.runtime.program import Program, Segment
+from dicp.runtime.program import BuildStats, Program, Segment
 from dicp.runtime.runner import Runner
+from dicp.runtime.workers import worker_count
 from dicp.schedule.defs import Buffer, Call, View, views
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import codegen
@@ -39,23 +39,16 @@ from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 MAX_WORKERS = 8
 
 
-@dataclass
-class Stats:
-    """What building a program came to."""
-
-    kernels: int = 0
-    built: int = 0
-
-
 def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, NoCompileError."""
     sources = emit_all(program, config)
     program.sources = {f"{s.name}.py": s.text for s in sources.values()}
+    start = time.perf_counter()
     kernels = load_all(sources, config)
+    program.build_stats = BuildStats(compiled=len(kernels), seconds=time.perf_counter() - start)
     runner = DeviceRunner(program, sources, kernels, config)
     call = runner.function()
     program.sources["call.py"] = runner.source
-    program.build_stats = Stats(len(sources), len(kernels))
     if config.interpret:
         return call
     if config.cuda_graphs:
@@ -111,8 +104,8 @@ def load_all(sources: Mapping[str, Source | Template], config: Any) -> dict[str,
         with torch.cuda.device(device):
             kernel.prepare(device)
 
-    workers = min(config.workers or MAX_WORKERS, len(os.sched_getaffinity(0)), len(out))
-    with concurrent.futures.ThreadPoolExecutor(max(1, workers), "dicp-triton") as pool:
+    workers = config.workers or min(worker_count(), MAX_WORKERS)
+    with concurrent.futures.ThreadPoolExecutor(min(workers, len(out)), "dicp-triton") as pool:
         for done in [pool.submit(prepare, k) for k in out.values()]:
             done.result()
     return {digest: kernel.launching() for digest, kernel in out.items()}
