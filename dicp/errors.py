@@ -73,7 +73,8 @@ class VerifyError(DicpError):
 
 
 class CacheError(DicpError):
-    """The build cache cannot be used as it stands (ownership, permissions, no place to write)."""
+    """The build cache, or what was saved of a compile, cannot be used as it stands: ownership, permissions,
+    no place to write, damage, another machine."""
 
 
 class NoCompileError(DicpError):

@@ -1,4 +1,5 @@
-"""Every private torch import of dicp, behind names that stay the same for torch 2.11 to 2.13."""
+"""The private torch that dicp uses, behind names that stay the same for torch 2.11 to 2.13. Elsewhere there are
+only its names of operators, pytrees and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -245,7 +246,7 @@ def goes_with_its_symbol(node: Any) -> bool:
 def inputs_mutated_outside(graph: Any) -> set[Any]:
     """Placeholders of a forward graph whose new value is one of its results, which AOTAutograd copies to the
     input behind it."""
-    output = next(iter(reversed(graph.graph.nodes)))
+    output = graph.graph.output_node()
     mutated = [d.mutated_input for d in output.meta.get("desc", ()) if hasattr(d, "mutated_input")]
     return {n for n in graph.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in mutated}
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from .opdb import Operator
 
-GRADES = ("P0", "P1", "P2", "-")
-
 
 @dataclass(frozen=True)
 class Graded:

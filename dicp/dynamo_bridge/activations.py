@@ -72,4 +72,4 @@ def result_names(graph: fx.GraphModule) -> list[str | None]:
 
 
 def _results(graph: fx.GraphModule) -> tuple[Any, ...]:
-    return tuple(next(iter(reversed(graph.graph.nodes))).args[0])  # type: ignore[arg-type]
+    return tuple(graph.graph.output_node().args[0])  # type: ignore[arg-type]

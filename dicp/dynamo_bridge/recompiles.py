@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import logging
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from dicp import compat
 from dicp.config import Config
+from dicp.runtime.dump import say
 
-log = logging.getLogger("dicp")
 _TYPE_CHECK = re.compile(r"___check_type_id\((.+), \d+\), type=(.+)")
 _CALLS = ("len", "item", "size", "stride", "dim")  # in guards; none of them changes anything
 
@@ -23,10 +21,7 @@ def note_recompile(config: Config) -> None:
     if reason is None:
         return
     compat.counters()["recompiles"] += 1
-    text = describe(reason, *compat.compiled_frame())
-    log.info("%s", text)
-    if config.debug >= 1:
-        print(f"dicp: {text}", file=sys.stderr)
+    say(describe(reason, *compat.compiled_frame()), config)
 
 
 def describe(reason: str, where: str, values: Mapping[str, Any]) -> str:

@@ -66,7 +66,7 @@ BINARY = frozenset(
 TERNARY = frozenset(["where", "fma"])
 TO_BOOL = frozenset("lt le gt ge eq ne land lor lxor lnot isnan isinf signbit".split())
 CHECKS = ("check", "nonzero")  # the last argument is the check's number
-# Costs in units of one add, for the choice between recomputing a value and keeping it.
+# What takes a call, or a polynomial of many terms.
 EXPENSIVE = frozenset(
     """exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
     erf erfc erfinv lgamma digamma sigmoid pow atan2 hypot fmod remainder""".split()
@@ -488,7 +488,7 @@ def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
 
 
 def cost(x: Expr) -> int:
-    """Rough work per element, in adds."""
+    """Rough work per element, in adds, for the choice between recomputing a value and keeping it."""
     return sum(
         16
         if e.op in EXPENSIVE

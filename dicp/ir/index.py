@@ -236,10 +236,6 @@ def of(atom: Atom) -> Poly:
     return Poly({(atom,): 1})
 
 
-def is_static(x: Index) -> bool:
-    return isinstance(x, int)
-
-
 def product(xs: Iterable[Index]) -> Index:
     out: Index = 1
     for x in xs:

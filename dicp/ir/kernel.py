@@ -91,7 +91,7 @@ Statement = Reduce | Scan | Store
 
 @dataclass(frozen=True)
 class Param:
-    """One buffer argument. `check` marks the int32 error flag that guarded run-time indices raise."""
+    """One buffer argument; `written`, `read`: what the kernel does with it."""
 
     name: str
     dtype: torch.dtype

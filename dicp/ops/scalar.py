@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from dicp.ir.expr import Expr, Operand, binary, cast, const, round_to, unary, where
 
 __all__ = ["cast", "const", "round_to", "where"]
@@ -33,11 +31,6 @@ hypot, copysign, nextafter, minimum, maximum, fmin, fmax = map(
     _binary, "hypot copysign nextafter minimum maximum fmin fmax".split())
 eq, ne, land, lor, lxor = map(_binary, "eq ne land lor lxor".split())
 band, bor, bxor, shl, shr, gcd, lcm = map(_binary, "band bor bxor shl shr gcd lcm".split())
-
-
-def as_float(x: Expr) -> Expr:
-    """x in a floating compute dtype (float32 unless it already floats)."""
-    return x if x.dtype.is_floating_point else cast(x, torch.float32)
 
 
 def like(value: float, x: Expr) -> Expr:

@@ -22,7 +22,7 @@ from dicp.ir.expr import COMPUTE_DTYPES, compute_dtype
 from dicp.ir.value import Builder, Value
 
 Kind = Literal["elementwise", "reduction", "scan", "view", "index", "factory", "contraction", "random",
-               "composite", "collective", "library"]
+               "composite", "library"]
 Promote = Literal["DEFAULT", "INT_TO_FLOAT", "ALWAYS_BOOL", "BOOL_TO_LONG", "NONE"]
 Result = Value | tuple[Value, ...]
 Rule = Callable[..., Result]

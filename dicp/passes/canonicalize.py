@@ -89,9 +89,7 @@ def _may_replace(node: Node, new: Node, outputs: set[Node], escaping: set[Node],
         # The same memory either way; AOTAutograd tells an input from an alias of it by the node returned.
         return not (node in outputs and (new.op == "placeholder" or new in outputs))
     if base in written or base_of(node) in written:
-        return (
-            not new.users
-        )  # a call made just now, in the place of the old one, has the same memory of its own
+        return not new.users  # made just now, in the place of the old one: it has memory of its own too
     return base_of(node) not in escaping or not (base.op in ("placeholder", "get_attr") or base in escaping)
 
 

@@ -286,7 +286,7 @@ def _ordered(emit: Emitter, image: Node, old: Node) -> Node:
 
 def _as_traced(emit: Emitter, new: Node, old: Node) -> Node:
     """new with the strides of old, where a result of the graph needs them."""
-    output = next(iter(reversed(new.graph.nodes)))
+    output = new.graph.output_node()
     free = new.graph.owning_module.meta.get(FREE_OUTPUTS, ())  # type: ignore[union-attr]
     results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     shown = any(r is old and k not in free for k, r in enumerate(results))

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from dicp.compat import known_equal
 
 FREE_OUTPUTS = "dicp_free_outputs"
-"""Key of `gm.meta`: indices of outputs of any strides: their reader is told which (a backward), or takes any
-(the engine of autograd)."""
+"""Key of `gm.meta`: indices of outputs whose strides the compiler may choose: the backward that reads them is
+compiled for those, and autograd takes any."""
 
 VIEWS_OF_INPUTS = "dicp_views_of_inputs"
 """Key of `gm.meta`: indices of outputs that are views of inputs the graph writes, and share their memory."""
@@ -169,7 +169,7 @@ def base_of(node: Node) -> Node:
 
 def outputs_of(graph: Graph) -> list[Node]:
     """The nodes the graph returns."""
-    results = next(iter(reversed(graph.nodes))).all_input_nodes
+    results = graph.output_node().all_input_nodes
     return list(results)
 
 

@@ -131,7 +131,7 @@ def split_frozen(gm: GraphModule) -> tuple[GraphModule, Folding] | None:
 
 def _chosen(gm: GraphModule, constants: frozenset[Node]) -> list[Node]:
     """The values to fold, in the order of the graph."""
-    results = next(iter(reversed(gm.graph.nodes))).all_input_nodes
+    results = gm.graph.output_node().all_input_nodes
     owned = {n for r in results for n in _chain_of(r)}
     roots: dict[Node, frozenset[Node]] = {}
     for node in gm.graph.nodes:

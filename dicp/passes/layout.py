@@ -153,7 +153,7 @@ def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
         if inputs and (node in plan.products or _wants_channels_last(node, costs)):
             as_free = node in plan.products or plan.constants != frozenset()
             bound += _gain(node, as_free, costs, plan.extra.get(node, 0.0))
-    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    results = gm.graph.output_node().args[0]
     for i, node in enumerate(results if isinstance(results, (list, tuple)) else [results]):
         if (
             isinstance(node, Node)

@@ -60,7 +60,7 @@ class _Forward:
 
     @property
     def output(self) -> Node:
-        return next(iter(reversed(self.graph.nodes)))
+        return self.graph.output_node()
 
     @property
     def saved(self) -> list[Node]:

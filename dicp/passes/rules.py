@@ -88,7 +88,7 @@ def sole_user(node: Node) -> Node | None:
 # -- activations ------------------
 
 _x = var("x")
-_half = either(both_ways(aten.mul.Tensor, _x, 0.5))
+_half = both_ways(aten.mul.Tensor, _x, 0.5)
 _cube = either(
     op(aten.pow.Tensor_Scalar, _x, 3),
     both_ways(aten.mul.Tensor, both_ways(aten.mul.Tensor, _x, _x), _x),

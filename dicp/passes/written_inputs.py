@@ -20,7 +20,7 @@ def view_written_inputs(gm: GraphModule, positions: Collection[int]) -> None:
     that lies in memory says nothing of where the view lies in the input.
     """
     graph = gm.graph
-    output = next(iter(reversed(graph.nodes)))
+    output = graph.output_node()
     writes = [n.args[:2] for n in graph.nodes if writes_input(n)]
     written: dict[Any, Any] = {new: old for old, new in writes if _same_form(old, new)}
     results = list(output.args[0])  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""Workspace memory that outlives a call, so that the pages of temporaries are touched once and not every
-call.
+"""Workspace memory that outlives a call, so that the pages of temporaries are touched once, not every call.
 
 Blocks are shared by all programs of the process: a call takes the block that came back last, the likeliest in
 cache, or a fresh one where that is too small, and gives it back when it is done. As many blocks are kept as
@@ -7,8 +6,6 @@ calls have run at the same time.
 """
 
 from __future__ import annotations
-
-import threading
 
 import torch
 
@@ -36,11 +33,11 @@ class Block:
 
 
 class Arena:
-    """The pool of blocks of one device."""
+    """The process's free blocks of CPU memory. What threads share is one list, whose pop and append are
+    atomic."""
 
     def __init__(self) -> None:
         self._free: list[Block] = []
-        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Block:
         """A block of at least nbytes; the caller has it alone until `give`."""
@@ -55,8 +52,7 @@ class Arena:
 
     def clear(self) -> None:
         """Free what no call is using."""
-        with self._lock:
-            self._free = []
+        self._free = []
 
 
 ARENA = Arena()

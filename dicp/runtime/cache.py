@@ -149,10 +149,10 @@ class Store:
                 return final
             with scratch_folder(home / "tmp") as scratch:
                 build(scratch)
-                self._enter(scratch, key, label, home)
+                self.enter(scratch, key, label, home)
         return final
 
-    def _enter(self, scratch: Path, key: Key, label: str, home: Path) -> Path:
+    def enter(self, scratch: Path, key: Key, label: str, home: Path) -> Path:
         """Make an entry of a filled folder."""
         final = home / "entries" / key.digest
         seal(scratch, key, label)
@@ -401,7 +401,7 @@ class Reservation:
     def publish(self, label: str = "") -> Path:
         """Make an entry of what is in the folder now. Raises OSError, CacheError."""
         with self.held:
-            return self.store._enter(self.folder, self.key, label, self.home)
+            return self.store.enter(self.folder, self.key, label, self.home)
 
     def release(self) -> None:
         self.held.close()

@@ -90,12 +90,13 @@ class Failure:
         if code == NO_MEMORY:
             raise DicpError(
                 "an input has elements and no memory: a fake tensor, or one of zeros that autograd made",
-                todo="give real tensors; under FakeTensorMode call the function that was compiled instead",
+                todo="pass real tensors; under FakeTensorMode call the function itself, not the compiled one",
             )
         if code < -UNFORESEEN:
             call = self.calls[-code - UNFORESEEN - 1]
             what = f"{call.op}: a result is of another size than was foreseen, or memory for it is short"
-            raise DicpError(what, where=call.where)
+            todo = "free memory; where there is enough of it, this is a bug in dicp: report it"
+            raise DicpError(what, where=call.where, todo=todo)
         call = self.calls[-code - 1]
         said = library_error() or "its message is on stderr"
         if len(words) and words[0]:

@@ -73,7 +73,7 @@ def unsupported(node: fx.Node, vendor: str, why: str) -> UnsupportedOp:
 
 class _Writer:
     def __init__(self, gm: fx.GraphModule, steps: list[Part | fx.Node]) -> None:
-        self.results: list[Any] = list(next(iter(reversed(gm.graph.nodes))).args[0])
+        self.results: list[Any] = list(gm.graph.output_node().args[0])
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.names = {n: f"arg{k}" for k, n in enumerate(self.inputs)}
         self.globals = {**FIRST_GLOBALS, "expect": expect, "in_order": _in_order, "plain": plain}

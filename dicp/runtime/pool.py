@@ -214,7 +214,7 @@ class Pool:
 
 
 def _memory_to_use() -> int:
-    """Bytes of the machine's memory, or a part of the addresses where the process has a limit of those. None
+    """Bytes of the machine's memory, or a part of the addresses where the process has a limit of those. 0
     where the system counts addresses as memory: they would be missing elsewhere."""
     strict = Path("/proc/sys/vm/overcommit_memory")
     if strict.exists() and strict.read_text().strip() == "2":

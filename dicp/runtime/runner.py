@@ -105,7 +105,7 @@ class Runner:
             elif step.host:
                 self._host_step(step)
             else:
-                self._extern(step)
+                self.extern(step)
             self._release([n for n, last in last_step.items() if last == k])
         self._give_arena()
         self._write_back()
@@ -279,16 +279,12 @@ class Runner:
             elif isinstance(x, ix.Poly):
                 found.update({a.name: a for a in ix.atoms(x) if isinstance(a, Var)})
             elif isinstance(x, Host):
-                found.update({str(e): self.lowered.symbols._symbol(e) for e in x.expr.free_symbols})
+                found.update({str(e): self.lowered.symbols.symbol(e) for e in x.expr.free_symbols})
         extra: dict[str, Var] = {}
         for v in [*found.values(), *self.symbols]:  # symbols that host-computed sizes are made of
             e = self.lowered.symbols.expressions.get(v)
-            if e is not None:
-                for s in e.free_symbols:
-                    if s in self.lowered.symbols.backed:
-                        extra[str(s)] = self.lowered.symbols.backed[s]
-                    else:
-                        extra[str(s)] = self.lowered.symbols._symbol(s)
+            symbols = e.free_symbols if e is not None else ()
+            extra.update({str(s): self.lowered.symbols.symbol(s) for s in symbols})
         return [*found.values(), *extra.values()]
 
     def _bind(self, n: ix.Poly, source: str, needed: set[str]) -> None:
@@ -393,7 +389,7 @@ class Runner:
                 self._bind(number, source, {number.terms[0][0][0].key})
         self._host_sizes({v.name for v in (*self.symbols, *self._python_symbols())})
 
-    def _extern(self, call: Call, function: Callable[..., Any] | None = None) -> None:
+    def extern(self, call: Call, function: Callable[..., Any] | None = None) -> None:
         """function: what is called in the op's stead."""
         target = f"op_{len(self.globals)}"
         self.globals[target] = call.node.target if function is None else function

@@ -116,7 +116,7 @@ class Def:
 
 @dataclass(eq=False)
 class Pointwise(Def):
-    """outputs[0][vars] = expr. `into` names an input buffer that is overwritten (a mutated graph input)."""
+    """outputs[0][index] = expr, for all `vars`."""
 
     vars: tuple[Var, ...] = ()
     expr: Expr = None  # type: ignore[assignment]
@@ -133,7 +133,6 @@ class Reduction(Def):
     expr: Expr = None  # type: ignore[assignment]
     index: Indices = ()
     scan: bool = False
-    unstored: tuple[bool, ...] = ()
 
 
 @dataclass(eq=False)

@@ -231,7 +231,6 @@ class _Fusion:
             mapping, refine = unify(pairs)
             if mapping is None:
                 continue
-            axes = list(group.axes)
             if refine:
                 if any(isinstance(m.definition, Reduction) and m.definition.scan for m in group.members):
                     continue
@@ -248,8 +247,7 @@ class _Fusion:
                 )
             else:
                 trial = group
-            axes = list(trial.axes)
-            full = self._complete(trial, axes, d, mapping)
+            full = self._complete(trial, d, mapping)
             if full is None or not self._compatible(trial, d, full, reads):
                 continue
             if refine:
@@ -285,12 +283,12 @@ class _Fusion:
         shared.sort(key=lambda pairs: -sum(not isinstance(p[0], int) for p in pairs))
         return shared[:4]
 
-    def _complete(self, group: Group, axes: list[Var], d: Def, mapping: Mapping) -> Mapping | None:
-        """Give d's unmatched variables the unused axes of equal size, or fresh reduced axes."""
+    def _complete(self, group: Group, d: Def, mapping: Mapping) -> Mapping | None:
+        """Give d's unmatched variables the unused axes of equal size; None where there are too few."""
         rvars = d.rvars if isinstance(d, Reduction) else ()
         own = [*d.vars, *rvars]  # type: ignore[attr-defined]
         used = {a for v in own if v in mapping for a in loop_atoms(mapping[v])}
-        free = [a for a in axes if a not in used]
+        free = [a for a in group.axes if a not in used]
         full = dict(mapping)
         for v in own:
             if v in full:

@@ -32,8 +32,8 @@ from dicp.schedule.fuse import Group, Member, Step
 
 @dataclass(eq=False)
 class Launch:
-    """One kernel call: the buffers bound to the kernel's parameters, in order. `checks`: numbers of its
-    index checks."""
+    """One kernel call: the buffers bound to the kernel's parameters, in order. `first_check`: the number
+    of its first run-time check."""
 
     kernel: Kernel
     buffers: tuple[Buffer, ...]
@@ -44,14 +44,6 @@ class Launch:
 
 
 Item = Launch | Call
-
-
-@dataclass(eq=False)
-class _Draft:
-    """A kernel before its axes are settled."""
-
-    body: list[Statement] = field(default_factory=list)
-    checks: list[int] = field(default_factory=list)
 
 
 def build_kernels(steps: list[Step], lowered: Lowered) -> list[Item]:
@@ -92,12 +84,12 @@ def _read_outside(steps: list[Step], lowered: Lowered) -> set[str]:
 
 
 def _launch(group: Group, lowered: Lowered, outside: set[str], messages: list[str]) -> Launch | None:
-    draft = _body(group, lowered, outside)
-    if not draft.body:
+    written = _body(group, lowered, outside)
+    if not written:
         return None
     serial = _serial(group)
     axes = [Axis(v, v in group.reduced, v in serial) for v in group.axes]
-    body = _drop_dead(draft.body)
+    body = _drop_dead(written)
     body, axes = _settle_axes(body, axes)
     body, checks = _number_checks(body)
     first = len(messages)
@@ -129,9 +121,9 @@ def _serial(group: Group) -> set[Var]:
     return out
 
 
-def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
+def _body(group: Group, lowered: Lowered, outside: set[str]) -> list[Statement]:
     """Statements of a group, its own values forwarded instead of read back."""
-    draft = _Draft()
+    body: list[Statement] = []
     forwarded: dict[str, Expr] = {}
 
     def read(x: Expr) -> Expr | None:
@@ -158,18 +150,18 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> _Draft:
                 value.note = d.note
             if out.name in outside or out.kind == "input":
                 kept = _as_stored(value, out.dtype)
-                draft.body.append(Store(out.name, out.flat(m.index(d.index)), kept, note=d.note))
+                body.append(Store(out.name, out.flat(m.index(d.index)), kept, note=d.note))
             forwarded[out.name] = value
         elif isinstance(d, Reduction):
-            _reduction(d, m, resolve(d.expr, m), outside, draft, forwarded, lowered.rounds)
+            _reduction(d, m, resolve(d.expr, m), outside, body, forwarded, lowered.rounds)
         elif isinstance(d, Scatter):
             out = d.outputs[0]
             value = ex.cast(resolve(d.expr, m), out.dtype)
             probe = Expr("index", (out.flat(d.target),), value.dtype)
             target = resolve(probe, m)
             flat: Index = target.args[0] if target.op == "index" else int(target.args[0])
-            draft.body.append(Store(out.name, flat, value, d.mode, d.unique, d.note))
-    return draft
+            body.append(Store(out.name, flat, value, d.mode, d.unique, d.note))
+    return body
 
 
 def _as_stored(value: Expr, dtype: torch.dtype) -> Expr:
@@ -200,19 +192,19 @@ def _reduction(
     m: Member,
     value: Expr,
     outside: set[str],
-    draft: _Draft,
+    body: list[Statement],
     forwarded: dict[str, Expr],
     rounds: bool,
 ) -> None:
     refs = tuple(b.name for b in d.outputs)
-    draft.body.append((Scan if d.scan else Reduce)(refs, d.kind, value, d.note))
+    body.append((Scan if d.scan else Reduce)(refs, d.kind, value, d.note))
     for k, b in enumerate(d.outputs):
         position = d.kind in ("argmax", "argmin") and (not d.scan or k == 1)
         own = ex.compute_dtype(b.dtype) if position or d.kind in ("any", "all") else value.dtype
         ref = ex.cast(Expr("ref", (b.name,), own), b.dtype)
         forwarded[b.name] = ex.round_to(ref, b.dtype) if rounds else ref
         if b.name in outside:
-            draft.body.append(Store(b.name, b.flat(m.index(d.index)), ref, note=d.note))
+            body.append(Store(b.name, b.flat(m.index(d.index)), ref, note=d.note))
 
 
 def _drop_dead(body: list[Statement]) -> list[Statement]:

@@ -74,9 +74,7 @@ class Lowering(DefinitionBuilder):
         self._name_sizes()
         self.values: dict[fx.Node, Any] = {}
         self.mutations: list[tuple[fx.Node, fx.Node]] = []
-        self.returned: dict[
-            str, fx.Node
-        ] = {}  # buffer -> the tensor, up to views, that the caller gets it as
+        self.returned: dict[str, fx.Node] = {}  # buffer -> the tensor, up to views, that the caller has
         self.dense: dict[fx.Node, Shape] = {}  # calls whose results do not lie as they were traced
         if claims is None:
             calls = [n for n in gm.graph.nodes if n.op == "call_function"]

@@ -107,7 +107,7 @@ def _bytes_read(nodes: Iterable[Expr], buffers: Mapping[str, Buffer]) -> int:
 
 def _returned_together(gm: fx.GraphModule) -> set[fx.Node]:
     """Tensors that several results are views of: those share memory, as in eager."""
-    results = next(iter(reversed(gm.graph.nodes))).args[0]
+    results = gm.graph.output_node().args[0]
     roots = [view_root(r) for r in results if isinstance(r, fx.Node)]
     return {r for r in roots if roots.count(r) > 1}
 

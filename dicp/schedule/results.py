@@ -171,9 +171,8 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         root = view_root(r)
         owner = low.returned.get(buffer.name, root)
         fresh = buffer.kind == "input" and root.op != "placeholder" or owner is not root
-        aliases = (
-            fresh or buffer.kind == "constant" or buffer.name in mutated
-        )  # the caller would see it change
+        # the caller would see it change
+        aliases = fresh or buffer.kind == "constant" or buffer.name in mutated
         if (
             window is not None
             and buffer.dtype == value.dtype

@@ -60,7 +60,7 @@ class Symbols:
         if isinstance(e, sympy.Integer):
             return int(e)
         if isinstance(e, sympy.Symbol):
-            return ix.of(self._symbol(e))
+            return ix.of(self.symbol(e))
         if isinstance(e, sympy.Add):
             quotient, shift = _shifted_quotient(e)
             if quotient is not None and self._is_division(quotient):
@@ -171,7 +171,8 @@ class Symbols:
         exprs = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
         self.given.update(e for e in exprs if isinstance(e, sympy.Symbol))
 
-    def _symbol(self, s: sympy.Symbol) -> Var:
+    def symbol(self, s: sympy.Symbol) -> Var:
+        """The variable of a symbol of torch's."""
         if s not in self.backed:
             var = Var(str(s), None, self._low(s))
             self.backed[s] = var

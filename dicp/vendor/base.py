@@ -1,6 +1,6 @@
 """What a vendor is: data and a few functions, found through the entry-point group `dicp.vendors`.
 
-Two families fit. A *kernel vendor* takes lowered kernels (`emit` ... through `assemble`); a *graph-compiler
+Two families fit. A *kernel vendor* takes lowered kernels (through `assemble`); a *graph-compiler
 vendor* hands whole graphs, or the parts it supports, to a toolchain of its own (`GraphVendor`).
 """
 

@@ -80,7 +80,7 @@ graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
         g = canonicalize(graph_of(lambda x, w: F.conv2d(x, w), X, W))
         g.meta[FREE_OUTPUTS] = (0,)
         choose_layout(g, Always())
-        (result,) = next(iter(reversed(g.graph.nodes))).all_input_nodes
+        (result,) = g.graph.output_node().all_input_nodes
         self.assertEqual(result.meta["dicp_layout"], CHANNELS_LAST)
 
     def test_view_gets_a_copy(self) -> None:

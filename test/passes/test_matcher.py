@@ -13,7 +13,7 @@ x, y = var("x"), var("y")
 
 
 def last(g: GraphModule) -> Node:
-    return next(iter(reversed(g.graph.nodes))).all_input_nodes[0]
+    return g.graph.output_node().all_input_nodes[0]
 
 
 def test_variable_met_twice_is_one_node() -> None:

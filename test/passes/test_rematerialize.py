@@ -50,7 +50,7 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 def saved(forward: GraphModule, visible: int = 1) -> list[str]:
     """The names of what the forward keeps, inputs left out."""
-    results: Any = next(iter(reversed(forward.graph.nodes))).args[0]
+    results: Any = forward.graph.output_node().args[0]
     return [n.name for n in results[visible:] if base_of(n).op != "placeholder"]
 
 

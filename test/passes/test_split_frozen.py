@@ -53,7 +53,7 @@ def split(gm: GraphModule) -> tuple[GraphModule, GraphModule, Folding]:
 
 
 def results_of(gm: GraphModule) -> Any:
-    return next(iter(reversed(gm.graph.nodes))).args[0]
+    return gm.graph.output_node().args[0]
 
 
 def nothing_folds(gm: GraphModule) -> None:

@@ -155,7 +155,7 @@ def test_what_is_written_last_was_read_before() -> None:
     """copy_(x, y), copy_(y, y + 1), return x.t() of old: passes may leave sources and results as bare inputs."""
     gm = graph_of(lambda x, y: (x.t() + 0.5 * y, y + 1), (3, 3), (3, 3))
     x, y = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    done = next(iter(reversed(gm.graph.nodes)))
+    done = gm.graph.output_node()
     plus = done.args[0][1]
     with gm.graph.inserting_before(done):
         view = insert(gm.graph, torch.ops.aten.permute.default, (y, [1, 0]), like=plus)

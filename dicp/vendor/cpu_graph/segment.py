@@ -370,7 +370,7 @@ class SegmentWriter:
             out += [
                 "",
                 f"static int64_t times[{len(self.labels) + 1}];",
-                f'extern "C" __attribute__((visibility("default"))) const int64_t* {self.name}_times() '
+                f"{EXPORT}const int64_t* {self.name}_times() "
                 "{ return times; }",
             ]
         bound = [f"  {n} = (decltype({n}))k[{i}];" for i, n in enumerate(self.kernels)]
@@ -404,7 +404,7 @@ class SegmentWriter:
         ]
         body += [*self.steps, *self.check(n_checks), *kept, "return 0;"]
         out += [
-            f'extern "C" __attribute__((visibility("default"))) int64_t {self.name}(const int64_t* a) {{',
+            f"{EXPORT}int64_t {self.name}(const int64_t* a) {{",
             *("  " + line for line in body),
             "}",
             f"}}  // namespace of_{self.name}",

@@ -112,11 +112,11 @@ def supports(target: Any, node: fx.Node) -> bool:
 
 
 def _through_aten(name: str, node: fx.Node) -> Claim:
-    return Claim(name, lambda w, c: w._extern(c))
+    return Claim(name, lambda w, c: w.extern(c))
 
 
 def _attention_of_aten(node: fx.Node) -> Claim:
-    return Claim("attention", lambda w, c: w._extern(c, at_vectors(c.node.target)))
+    return Claim("attention", lambda w, c: w.extern(c, at_vectors(c.node.target)))
 
 
 @functools.cache

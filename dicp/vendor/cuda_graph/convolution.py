@@ -175,7 +175,7 @@ def library(node: fx.Node) -> Claim:
 
     def emit(w: Any, c: Call) -> None:
         if c.node.target is not aten.convolution.default:
-            w._extern(c)
+            w.extern(c)
             return
         args = [w.value(a) for a in c.args]  # by torch's own namespace, which Python calls fastest
         w.line(f"result = {w.name('convolution', torch.convolution)}({', '.join(args)})", c.note)

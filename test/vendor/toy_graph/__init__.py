@@ -72,7 +72,7 @@ class Tape:
             for n in gm.graph.nodes
             if n.op == "call_function"
         ]
-        self.results = [slots[n] for n in next(iter(reversed(gm.graph.nodes))).args[0]]
+        self.results = [slots[n] for n in gm.graph.output_node().args[0]]
         self.length = len(slots)
 
     def __call__(self, *inputs: Any) -> list[Any]:

@@ -75,7 +75,7 @@ def keeps(op: Any) -> bool:
 
 
 def supports(target: Any, node: fx.Node) -> bool:
-    """Whether a dicp::* op may replace `node` and what feeds it."""
+    """Whether there is code for this call of a dicp::* op (`node`, which need not be in the graph yet)."""
     dtype = dtype_of(node)
     if _empty(node):
         return False

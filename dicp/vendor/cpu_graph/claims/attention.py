@@ -66,7 +66,7 @@ _SOURCE = """\
 using namespace dicp;
 
 // softmax(scale Q K^T + mask) V
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   return {function}{types}(q, k, v, mask, out, log_sum, sizes, scale, causal);
 }}
 """

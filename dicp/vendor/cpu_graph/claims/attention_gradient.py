@@ -32,7 +32,7 @@ _SOURCE = """\
 using namespace dicp;
 
 // of softmax(scale Q K^T + mask) V
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   return flash_attention_gradient(grad, q, k, v, out, log_sum, mask, dq, dk, dv, sizes, scale, causal);
 }}
 """

@@ -47,7 +47,7 @@ _UNIT = """\
 #include "dicp_depthwise.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   const Workspace own{{space, bytes, threads}};
   return depthwise<{act}, {window}>(x, w, {{bias, wide, other, {{low, high}}}}, y, sizes, own);
 }}
@@ -62,7 +62,7 @@ _GRADIENT_UNIT = """\
 #include "dicp_depthwise_grad.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   return depthwise_{part}({given}, sizes, {{space, bytes, threads}});
 }}
 """

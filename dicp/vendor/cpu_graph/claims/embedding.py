@@ -21,7 +21,7 @@ _SOURCE = """\
 #include "dicp_embedding.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   embedding_gradient<{onto}>(grad, index, table, sizes, (int32_t*)lists);
   return 0;
 }}

@@ -51,7 +51,7 @@ _SOURCE = """\
 #include "{header}.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   return {function}<{act}>(x, w, scale, bias, other, y, sizes, {{low, high}}, {{space, bytes, threads}});
 }}
 """

@@ -38,7 +38,7 @@ _SOURCE = """\
 #include "dicp_gemv.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   return gemv<{rows}, {across}, {act}>(x, w, scale, bias, other, y, sizes, {{low, high}});
 }}
 """

@@ -48,7 +48,7 @@ _SOURCE = """\
 #include "dicp_grouped.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   return grouped_{way}<{shared}>(x, w, offsets, y, sizes, groups, {more});
 }}
 """

@@ -30,7 +30,7 @@ _UNIT = """\
 #include "dicp_rectified.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}_{word}({parameters}) {{
+DICP_EXPORT int32_t {name}_{word}({parameters}) {{
   return {name}({arguments});
 }}
 """

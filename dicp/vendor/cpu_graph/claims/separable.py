@@ -43,7 +43,7 @@ _SOURCE = """\
 #include "dicp_separable.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   return separable<{types}>(x, w1, b1, w2, b2, w3, b3, other, y, sizes, {limits}, {{space, bytes, threads}});
 }}
 """

@@ -50,7 +50,7 @@ _UNIT = """\
 #include "dicp_winograd.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t {name}({parameters}) {{
+DICP_EXPORT int32_t {name}({parameters}) {{
   const Workspace own{{space, bytes, threads}};
   return winograd<{tile}, {x}>(x, w, {{bias, wide, other, {{low, high}}}}, y, sizes, flipped, own, finite);
 }}
@@ -71,7 +71,7 @@ WINDOW_UNIT = f"""\
 #include "dicp_winograd_grad.h"
 using namespace dicp;
 
-extern "C" __attribute__((visibility("default"))) int32_t winograd_gradient({_WINDOW_PARAMETERS}) {{
+DICP_EXPORT int32_t winograd_gradient({_WINDOW_PARAMETERS}) {{
   return winograd_window(x, grad, w, sizes, {{space, bytes, threads}}, finite);
 }}
 """

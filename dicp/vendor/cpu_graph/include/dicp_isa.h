@@ -7,6 +7,7 @@
 #define DICP_LANES 4
 #endif
 #define DICP_INLINE inline __attribute__((always_inline))
+#define DICP_EXPORT extern "C" __attribute__((visibility("default")))
 #define DICP_AVX512 (DICP_LANES == 16)
 #define DICP_AVX2 (DICP_LANES == 8)
 #if DICP_AVX512 && \
