@@ -160,8 +160,7 @@ def _counted(lines: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m dicp.explain module:function [--backend B] [--json]`: the function takes no arguments and
-    returns
-    (model, args)."""
+    returns (model, args)."""
     import argparse
     import importlib
     import json

@@ -1,16 +1,14 @@
 """Scalar expressions: what one element of a tensor is computed by.
 
-An `Expr` is a frozen node `(op, args, dtype)`; shared subexpressions are shared objects. Low-precision
-floats are
-computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES; loads widen and stores round.
+An `Expr` is a node `(op, args, dtype)`, frozen but for its note; shared subexpressions are shared objects. Low-precision floats
+are computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES; loads widen and stores round.
 
-Leaves:    const(value)   index(Index)   load(buffer, flat Index)   at(value name, logical index tuple)
-ref(name)
-Wrappers:  cast(x)   round(x, storage dtype)   masked(condition, x, other): x, whose loads happen only where
-condition
-Checks:    check(position, size, wrap, k)   nonzero(x, k): the first argument; the program raises its k-th
-error where it is out of range, or 0
-Others:    the primitives of UNARY, BINARY and TERNARY
+    const(value)   index(Index)   load(buffer, flat Index)   at(value name, logical index tuple)   ref(name)
+    cast(x)   round(x, storage dtype)
+    masked(condition, x, other)       x, whose loads happen only where the condition holds
+    check(position, size, wrap, k)    the position; out of range, the program raises its k-th error
+    nonzero(x, k)                     x; where it is 0, the program raises its k-th error
+    and the primitives of UNARY, BINARY and TERNARY
 """
 
 from __future__ import annotations
@@ -54,9 +52,8 @@ NAMES = {
 }
 
 UNARY = frozenset(
-    """neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos
-    atan sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc round_even
-    isnan isinf
+    """neg abs sign sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh
+    cosh tanh asinh acosh atanh erf erfc erfinv lgamma digamma sigmoid floor ceil trunc round_even isnan isinf
     signbit lnot bnot""".split()
 )
 BINARY = frozenset(

@@ -52,8 +52,8 @@ def evaluate(expr: Expr, env: Env, load: Load, ref: Ref | None = None) -> torch.
     """Value of an expression.
 
     env gives each loop variable and size symbol (int or int64 tensor); load(name, index) reads a buffer at a
-    flat index tensor, or at a tuple of them for `at`; ref gives
-    named scalars and results of earlier statements.
+    flat index tensor, or at a tuple of them for `at`; ref gives named scalars and results of earlier
+    statements.
     """
     return evaluate_all((expr,), env, load, ref)[0]
 

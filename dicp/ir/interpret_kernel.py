@@ -1,8 +1,7 @@
 """The meaning of kernels: an interpreter over torch tensors, the reference for generated kernels.
 
 The whole iteration space is evaluated at once: axis k of the kernel is dimension k of every tensor in here,
-of size 1
-where a value does not depend on the axis. Float reductions are taken in float64 and rounded once.
+of size 1 where a value does not depend on the axis. Float reductions are taken in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ def run_kernel(
     """Run a kernel on its (flat, one-dimensional) buffers, in place.
 
     sizes: the value of each size symbol. Loads see memory as it was when the kernel began; a statement's own
-    updates
-    (+=, max=...) add up. Raises IndexError when an index check fails.
+    updates (+=, max=...) add up. Raises IndexError when an index check fails.
     """
     _Run(kernel, buffers, dict(sizes or {})).run()
 

@@ -8,9 +8,8 @@
     expr    := const | [index] | buffer[index] | ref | primitive(expr, ...)      (ir/expr.py)
 
 An expression that names a reduced axis, or a scan's result, has one value per point of the full space; any
-other has
-one value per point of the outer (not reduced) axes. Statements are in dependency order. Indices are flat, in
-elements.
+other has one value per point of the outer (not reduced) axes. Statements are in dependency order. Indices are
+flat, in elements.
 A kernel's hash ignores buffer and axis names, so equal kernels are built once.
 """
 

@@ -1,9 +1,8 @@
 """Virtual tensors: what lowering rules compute with.
 
-A `Value` is a shape, a dtype and a function from a logical index to the expression of that element. Views
-are index
-transforms, elementwise ops compose expressions: nothing is computed or stored until a value is materialised.
-`Builder` is what a lowering rule may ask of the lowering in progress.
+A `Value` is a shape, a dtype and a function from a logical index to the expression of that element. Views are
+index transforms, elementwise ops compose expressions: nothing is computed or stored until a value is
+materialised. `Builder` is what a lowering rule may ask of the lowering in progress.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Builder(Protocol):
         fn: Callable[[Indices, Indices], Expr],
     ) -> Value:
         """Reduce fn(index, reduced index) over `extent`. sum/prod accumulate in the Expr's dtype; max/min
-        propagate
-        NaN; argmax/argmin give the first row-major position (int64) in `extent`; any/all give bool."""
+        propagate NaN; argmax/argmin give the first row-major position (int64) in `extent`; any/all give
+        bool."""
 
     def welford(
         self, shape: Shape, extent: Shape, fn: Callable[[Indices, Indices], Expr]
@@ -97,15 +96,12 @@ class Builder(Protocol):
         unique: bool = False,
     ) -> Value:
         """base, then for each index of `extent`, fn gives (target index, element) which is set into or
-        combined with
-        the target. Duplicates combine (add...); for "set" the last in row-major order wins. `unique`:
-        targets are
-        known to differ."""
+        combined with the target. Duplicates combine (add...); for "set" the last in row-major order wins.
+        `unique`: targets are known to differ."""
 
     def indirect(self, position: Expr, size: Index, what: str, wrap: bool = True) -> Index:
         """A run-time integer as an index into a dimension of `size`. Negative counts from the end when
-        `wrap`. Out of
-        range raises IndexError (naming `what` and the user's line) when the program runs."""
+        `wrap`. Out of range raises IndexError (naming `what` and the user's line) when the program runs."""
 
     def nonzero(self, divisor: Expr, what: str) -> Expr:
         """An integer that is not 0. Where it is, the program raises ZeroDivisionError when it runs."""

@@ -42,9 +42,8 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     while the value has one user: what a training forward saves for its backward ends the chain there. Where
     the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
     Products with an untransposed weight (GPT-2's Conv1D) take part where something follows them, or where it
-    is constant and the vendor may want it in a form of its own. Where the
-    weight is int8 and cast, scaled before or after the product, the call is dicp.scaled_linear, for a vendor
-    that claims it.
+    is constant and the vendor may want it in a form of its own. Where the weight is int8 and cast, scaled
+    before or after the product, the call is dicp.scaled_linear, for a vendor that claims it.
     """
     nodes = [n for n in gm.graph.nodes if _products(n)]
     if not nodes:

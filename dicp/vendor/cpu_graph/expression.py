@@ -1,8 +1,8 @@
 """Scalar and vector expressions as C++ text.
 
-An expression becomes a chain of `const` declarations, each with the aten op and the user's line it came
-from. The same
-function names serve vectors (vf32, vi64, ...) and scalars (float, int64_t, ...): see include/dicp_vec.h.
+An expression becomes a chain of `const` declarations, each with the aten op and the user's line it came from.
+The same function names serve vectors (vf32, vi64, ...) and scalars (float, int64_t, ...): see
+include/dicp_vec.h.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 launches them.
 
 The function allocates one arena (torch's caching allocator, so statistics and out-of-memory behaviour stay
-right), then
-launches kernels and calls libraries on the current stream of the inputs' device. Nothing in it waits for
-the GPU.
+right), then launches kernels and calls libraries on the current stream of the inputs' device. Nothing in it
+waits for the GPU.
 
 Run-time index checks raise flags in pinned host memory, which the GPU writes directly: a failed check costs
-no
-synchronisation, and is reported by the next call of the program that begins after the kernel ran
+no synchronisation, and is reported by the next call of the program that begins after the kernel ran
 (interpreted: at once).
 """
 

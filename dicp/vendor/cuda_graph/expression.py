@@ -1,8 +1,7 @@
 """Scalar expressions as Triton text.
 
 An expression becomes a chain of assignments, each with the aten op and the user's line it came from. Every
-value has
-the dims of the tile it differs along: (), x, r, or both; Triton broadcasts the rest.
+value has the dims of the tile it differs along: (), x, r, or both; Triton broadcasts the rest.
 """
 
 from __future__ import annotations
@@ -130,8 +129,7 @@ class ExpressionWriter:
     """Writes expressions of one kernel into scopes.
 
     dims: the tile dims a loop variable runs along. shape: the text of a tile's shape with these dims. live:
-    the masks of
-    dims whose last tile may reach beyond the end.
+    the masks of dims whose last tile may reach beyond the end.
     """
 
     def __init__(self, dims: dict[Var, Dims], shape: Callable[[Dims], str], live: dict[str, str]) -> None:

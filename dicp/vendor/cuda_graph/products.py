@@ -3,10 +3,10 @@
 Without measuring, cuBLAS has what it does at the hardware's limit, ReLU and GELU by tanh behind a bias
 included. A template comes first where it saves a pass over the result (another activation, with few terms per
 result), where there are so few rows that reading the weights is all the time there is, and for a vocabulary
-of an odd size, for which cuBLAS has its slow kernels only. On an H100 in
-bfloat16, in us (cuBLAS; with a kernel for GELU behind it; the template; cuBLAS with GELU by tanh inside):
-4096x3072x768 32.7, 50.9, 51.1, 36.5; 6304x3072x768 48.1, 78.9, 81.2, 55.2; 256x3072x768 5.2, 7.3, 6.8, 5.9.
-The chooser measures what is offered.
+of an odd size, for which cuBLAS has its slow kernels only. On an H100 in bfloat16, in us (cuBLAS; with a
+kernel for GELU behind it; the template; cuBLAS with GELU by tanh inside): 4096x3072x768 32.7, 50.9, 51.1,
+36.5; 6304x3072x768 48.1, 78.9, 81.2, 55.2; 256x3072x768 5.2, 7.3, 6.8, 5.9. The chooser measures what is
+offered.
 """
 
 from __future__ import annotations
