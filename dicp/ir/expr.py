@@ -1,7 +1,8 @@
 """Scalar expressions: what one element of a tensor is computed by.
 
-An `Expr` is a node `(op, args, dtype)`, frozen but for its note; shared subexpressions are shared objects. Low-precision floats
-are computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES; loads widen and stores round.
+An `Expr` is a node `(op, args, dtype)`, frozen but for its note; shared subexpressions are shared objects.
+Low-precision floats are computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES; loads widen and
+stores round.
 
     const(value)   index(Index)   load(buffer, flat Index)   at(value name, logical index tuple)   ref(name)
     cast(x)   round(x, storage dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from dicp.compat import known_equal
+from dicp.compat import known_equal, size_hint
 
 FREE_OUTPUTS = "dicp_free_outputs"
 """Key of `gm.meta`: indices of outputs whose strides the compiler may choose: the backward that reads them is
@@ -188,12 +189,18 @@ def uniform_value(argument: object) -> int | float | bool | None:
         return None
     try:
         return torch.tensor(value, dtype=argument.meta["val"].dtype).item()  # type: ignore[no-any-return]
-    except (
-        RuntimeError,
-        OverflowError,
-        ValueError,
-    ):  # the dtype cannot hold it: what eager does is its matter
+    except (RuntimeError, OverflowError, ValueError):  # the dtype cannot hold it: eager does what it does
         return None
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    """Of its elements; where sizes are symbolic, at those that were traced."""
+    return math.prod(size_hint(n) for n in value.shape) * value.element_size()
+
+
+def is_channels_last(value: torch.Tensor) -> bool:
+    """Whether these are images (4 dims) that lie dense in that order."""
+    return value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
 
 
 def users_through_views(node: Node) -> Iterator[Node]:

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dicp.ir.printer import dtype_name, op_name
 from dicp.ops.library import register
-from dicp.passes.facts import base_of, is_pure, is_tensor, is_view, value_of
+from dicp.passes.facts import base_of, bytes_of, is_pure, is_tensor, is_view, value_of
 
 FROZEN = "dicp_frozen"
 """Key of a placeholder's meta: the name of the weight that it is."""
@@ -120,7 +120,7 @@ def split_frozen(gm: GraphModule) -> tuple[GraphModule, Folding] | None:
     frozen = tuple(inputs.index(n) for n in given)
     forms = tuple(str(n.args[1]) if _is_pack(n) else None for n in chosen)
     texts = tuple(_text(n) for n in chosen)
-    nbytes = sum(_bytes(value_of(n)) for n in chosen)
+    nbytes = sum(bytes_of(value_of(n)) for n in chosen)
     _replace(gm.graph, chosen, inputs[-1])
     kept = tuple(k for k, n in enumerate(inputs) if n.users or FROZEN not in n.meta)
     for k in set(range(len(inputs))) - set(kept):
@@ -167,8 +167,8 @@ def _pays(node: Node, roots: frozenset[Node]) -> bool:
         return False
     value = value_of(node)
     count, reach = value.numel(), sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    limit = max(SMALL, sum(_bytes(value_of(r)) for r in roots))
-    return 0 < count and reach < count and _bytes(value) <= limit
+    limit = max(SMALL, sum(bytes_of(value_of(r)) for r in roots))
+    return 0 < count and reach < count and bytes_of(value) <= limit
 
 
 def _is_pack(node: Node) -> bool:
@@ -180,10 +180,6 @@ def _text(node: Node) -> str:
     made = "" if source.op == "placeholder" else f"{op_name(source.target)} "  # type: ignore[union-attr]
     shape = ",".join(map(str, value.shape))
     return f"{made}{dtype_name(value.dtype)}[{shape}]{', packed' if _is_pack(node) else ''}"
-
-
-def _bytes(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
 
 
 def _constant_graph(chosen: list[Node]) -> tuple[GraphModule, list[Node]]:

@@ -15,7 +15,15 @@ from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
 from dicp.passes.conv_matmul import convolution_of, pays
-from dicp.passes.facts import FREE_OUTPUTS, aten, is_pure, mutated_arguments, value_of
+from dicp.passes.facts import (
+    FREE_OUTPUTS,
+    aten,
+    bytes_of,
+    is_channels_last,
+    is_pure,
+    mutated_arguments,
+    value_of,
+)
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
 from dicp.vendor.base import takes_graphs
@@ -159,9 +167,9 @@ def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
             isinstance(node, Node)
             and i not in free
             and _conv_inputs(node)
-            and not _is_channels_last(value_of(node))
+            and not is_channels_last(value_of(node))
         ):
-            bound -= costs.conversion * _bytes(value_of(node))
+            bound -= costs.conversion * bytes_of(value_of(node))
     return bound > 0
 
 
@@ -210,7 +218,7 @@ def _plan_inputs(
     if activations and node not in plan.products and not _wants_channels_last(node, costs):
         for source in node.all_input_nodes:
             value = plan.values[source]
-            turned = source in activations and value is not value_of(source) and _is_channels_last(value)
+            turned = source in activations and value is not value_of(source) and is_channels_last(value)
             if turned:
                 value = _convert(plan, node, source, torch.contiguous_format, converted, costs.conversion)
             yield source, value
@@ -218,9 +226,9 @@ def _plan_inputs(
     weight = node.args[_weight_index(node)] if activations else None
     for source in node.all_input_nodes:
         value = plan.values[source]
-        if source in activations and not _is_channels_last(value):
+        if source in activations and not is_channels_last(value):
             yield source, _convert(plan, node, source, torch.channels_last, converted, costs.conversion)
-        elif source is weight and _weight_is_free(plan, source, node) and not _is_channels_last(value):
+        elif source is weight and _weight_is_free(plan, source, node) and not is_channels_last(value):
             # The kernel that computes the weight may as well write it in this order.
             yield source, _convert(plan, node, source, torch.channels_last, converted, 0)
         else:
@@ -235,7 +243,7 @@ def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
     backward = node.target is aten.convolution_backward.default
     result = value_of(node.args[0]) if backward else value_of(node)
     positions = size_hint(result.shape[0]) * size_hint(result.shape[2]) * size_hint(result.shape[3])
-    return positions >= costs.min_positions or _is_channels_last(result)
+    return positions >= costs.min_positions or is_channels_last(result)
 
 
 def _weight_is_free(plan: Plan, weight: Node, node: Node) -> bool:
@@ -254,15 +262,15 @@ def _gain(node: Node, free: bool, costs: LayoutCosts, extra: float) -> float:
     """What one convolution spares; nothing where the user's own strides are channels-last. free: its weight
     costs nothing more that way; extra: what the vendor says that it spares besides."""
     x, weight = node.args[_conv_inputs(node)[0]], node.args[_weight_index(node)]
-    if _is_channels_last(value_of(x)):
+    if is_channels_last(value_of(x)):
         return 0.0
     result = value_of(node)
     results = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if r is not None]
-    gain = extra + costs.activation_gain * (_bytes(value_of(x)) + _bytes(results[0]))
+    gain = extra + costs.activation_gain * (bytes_of(value_of(x)) + bytes_of(results[0]))
     window = value_of(weight).shape[2:]
     if free or all(size == 1 for size in window) or _is_made_for(weight, node):  # type: ignore[arg-type]
         return gain
-    return gain - costs.weight_loss * _bytes(value_of(weight))
+    return gain - costs.weight_loss * bytes_of(value_of(weight))
 
 
 def _plan_call(
@@ -316,7 +324,7 @@ def _convert(
     key = (source, order)
     if key not in converted:
         converted[key] = aten.clone.default(plan.values[source], memory_format=order)
-        plan.cost += cost * _bytes(value_of(source))
+        plan.cost += cost * bytes_of(value_of(source))
     plan.conversions.append((consumer, source, order))
     return converted[key]
 
@@ -333,7 +341,7 @@ def _plan_outputs(plan: Plan, output: Node, free: Any, costs: LayoutCosts) -> bo
         if back is None:
             return False
         plan.conversions.append((output, node, back))
-        plan.cost += costs.conversion * _bytes(traced)
+        plan.cost += costs.conversion * bytes_of(traced)
     return True
 
 
@@ -344,17 +352,6 @@ def _order_of(value: torch.Tensor) -> torch.memory_format | None:
         ):
             return order
     return None
-
-
-def _is_channels_last(value: Any) -> bool:
-    return value.dim() == 4 and bool(value.is_contiguous(memory_format=torch.channels_last))
-
-
-def _bytes(value: torch.Tensor) -> int:
-    count = value.element_size()
-    for size in value.shape:
-        count *= size_hint(size)
-    return count
 
 
 def _carry_out(graph: Graph, plan: Plan) -> None:

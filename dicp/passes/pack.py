@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ops.library import register
-from dicp.passes.facts import value_of
+from dicp.passes.facts import is_channels_last, value_of
 from dicp.passes.freeze import constants_of, is_constant
 from dicp.passes.rules import Emitter
 
@@ -41,15 +41,11 @@ def pack_weights(gm: GraphModule, vendor: Any) -> GraphModule:
         form = packed_form(vendor, node, constants)
         if form is None:
             continue
-        if node.target is torch.ops.dicp.conv.default and not _is_channels_last(node):
+        ends = (value_of(node.args[0]), value_of(node))
+        if node.target is torch.ops.dicp.conv.default and not all(map(is_channels_last, ends)):
             continue
         node.update_arg(1, Emitter(node)(torch.ops.dicp.pack.default, node.args[1], form))
     return gm
-
-
-def _is_channels_last(node: Node) -> bool:
-    values = (value_of(node.args[0]), value_of(node))
-    return all(v.dim() == 4 and v.is_contiguous(memory_format=torch.channels_last) for v in values)
 
 
 __all__ = ["may_pack", "pack_weights", "packed_form"]

@@ -10,18 +10,18 @@ at a time.
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from dicp.compat import fake_mode_of, inputs_mutated_outside, quiet_shapes, size_hint
+from dicp.compat import fake_mode_of, inputs_mutated_outside, quiet_shapes
 from dicp.ops.table import table
 from dicp.passes.facts import (
     aten,
     base_of,
+    bytes_of,
     is_pure,
     is_tensor,
     is_view,
@@ -71,7 +71,7 @@ class _Forward:
         if base in self.kept or base not in self.members:
             return []
         found = [n for n in self.members[base] if n in self.kept]
-        same = all(_nbytes(n) == _nbytes(base) for n in found)
+        same = all(bytes_of(value_of(n)) == bytes_of(value_of(base)) for n in found)
         return found if same and all(self.takes(n, base) for n in found) else []
 
     def takes(self, view: Node, base: Node) -> bool:
@@ -106,7 +106,7 @@ def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> 
     done = Remade()
     with mode, quiet_shapes(mode):
         for base, members in fw.members.items():
-            if base.op != "call_function" or base in staying or _nbytes(base) < SMALLEST:
+            if base.op != "call_function" or base in staying or bytes_of(value_of(base)) < SMALLEST:
                 continue
             fw.kept -= set(members)
             recipe = _recipe(base, fw)
@@ -118,7 +118,7 @@ def rematerialize(forward: GraphModule, backward: GraphModule, visible: int) -> 
                 _make_again(member, fw, backward, placeholders)
             fw.gone.add(base)
             done.values += 1
-            done.nbytes += _nbytes(base)
+            done.nbytes += bytes_of(value_of(base))
     if done.values:
         _drop(fw, {n for n in saved if n not in fw.kept}, placeholders)
         finish(forward)
@@ -133,12 +133,6 @@ def _members(fw: _Forward) -> dict[Node, list[Node]]:
             found.setdefault(base_of(node), []).append(node)
     order = {n: k for k, n in enumerate(fw.graph.nodes)}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
-
-
-def _nbytes(node: Node) -> int:
-    """At the sizes that were traced, where they are symbolic."""
-    value = value_of(node)
-    return math.prod(size_hint(n) for n in value.shape) * int(value.dtype.itemsize)
 
 
 # -- which values, and from what -------------------------------------------------------------------------
@@ -161,8 +155,8 @@ def _recipe(node: Node, fw: _Forward) -> _Recipe | None:
     work = [n for n in recipe.calls if not is_view(n)]
     if len(work) > LONGEST or all(n.op == "placeholder" for n in recipe.leaves):
         return None
-    instead = sum(_nbytes(n) for n in recipe.leaves if n not in fw.kept and not fw.views(n))
-    if _nbytes(node) - instead < SMALLEST:
+    instead = sum(bytes_of(value_of(n)) for n in recipe.leaves if n not in fw.kept and not fw.views(n))
+    if bytes_of(value_of(node)) - instead < SMALLEST:
         return None
     return recipe
 

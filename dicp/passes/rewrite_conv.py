@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dicp.compat import known_equal, size_hint
+from dicp.compat import known_equal
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import same_meta
 from dicp.ops.library import register
 from dicp.ops.misuse import is_misuse
 from dicp.passes.facts import (
     aten,
+    bytes_of,
     is_contiguous,
     is_tensor,
     prims,
@@ -182,7 +183,7 @@ def _activate(conv: Conv, activations: Activations) -> Conv | None:
 
 def _folding_pays(conv: Conv, constants: frozenset[Node]) -> bool:
     weight, result = value_of(conv.node.args[1]), value_of(conv.node)
-    return constants.issuperset(_folded(conv)) or _bytes(weight) < _bytes(result)
+    return constants.issuperset(_folded(conv)) or bytes_of(weight) < bytes_of(result)
 
 
 def _folded(conv: Conv) -> Iterator[Any]:
@@ -191,13 +192,6 @@ def _folded(conv: Conv) -> Iterator[Any]:
     for step in conv.affine:
         parts = (step.operand,) if isinstance(step, Step) else (step.weight, step.bias, step.mean, step.var)
         yield from (p for p in parts if p is not None)
-
-
-def _bytes(value: torch.Tensor) -> int:
-    count = value.element_size()
-    for size in value.shape:
-        count *= size_hint(size)
-    return count
 
 
 def _apply(conv: Conv, vendor: Claims) -> bool:

@@ -13,6 +13,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
 from dicp.ops.aliases import view_root
+from dicp.ops.rules.pointwise import broadcast, retyped
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
 from dicp.schedule.defs import Buffer, Call, Host, Pointwise, Raw, View, views
@@ -98,7 +99,7 @@ def _mutation_source(
         return None
     if isinstance(value, Buffer) or ex.compute_dtype(dtype) not in ex.COMPUTE_DTYPES:
         return _held(low, ph, src, mutated)
-    wanted = broadcast_to(converted(value, dtype), shape)
+    wanted = broadcast(retyped(value, dtype), shape)
     idx = low.index_vars(shape)
     expr = wanted(idx)
     reads = [
@@ -279,15 +280,3 @@ def _bits(r: fx.Node) -> tuple[bool, bool]:
     return val.is_conj() != seen.is_conj(), val.is_neg() != seen.is_neg()
 
 
-def broadcast_to(value: Value, shape: Shape) -> Value:
-    if value.shape == shape:
-        return value
-    lead = len(shape) - len(value.shape)
-    keep = [n != 1 for n in value.shape]
-    return Value(
-        shape, value.dtype, lambda i: value(tuple(x if k else 0 for x, k in zip(i[lead:], keep, strict=True)))
-    )
-
-
-def converted(value: Value, dtype: torch.dtype) -> Value:
-    return value if value.dtype == dtype else Value(value.shape, dtype, lambda i: ex.cast(value(i), dtype))

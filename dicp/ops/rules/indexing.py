@@ -11,6 +11,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index
+from dicp.ir.kernel import identity
 from dicp.ir.value import Builder, Indices, ScatterMode, Shape, Value
 from dicp.ops import scalar as s
 from dicp.ops.rules.arithmetic import scaled
@@ -353,8 +354,9 @@ def combine(
     """A scatter with reduction. Without include_self, positions that get an element forget their own."""
     mode = MODES[reduce]
     if not include_self:
+        kind = {"mean": "sum"}.get(reduce, reduce).removeprefix("a")
         hit = put(constant(False, x.shape, torch.bool), constant(True, extent, torch.bool), "set")
-        neutral = constant(identity_of(reduce, x.dtype), (), x.dtype)
+        neutral = constant(identity(kind, x.dtype), (), x.dtype)
         start = pointwise(
             lambda h, old, new: ex.where(h, new, old), hit, x, neutral, shape=x.shape, dtype=x.dtype
         )
@@ -372,25 +374,6 @@ def combine(
         return t / n if floats else s.div_floor(t, n)
 
     return pointwise(average, total, counts, shape=x.shape, dtype=x.dtype)
-
-
-def identity_of(reduce: str, dtype: torch.dtype) -> Any:
-    """The element that leaves every other as it is."""
-    if reduce in ("sum", "mean", "prod"):
-        return 1 if reduce == "prod" else 0
-    return lowest(dtype) if reduce == "amax" else highest(dtype)
-
-
-def lowest(dtype: torch.dtype) -> Any:
-    if dtype == torch.bool:
-        return False
-    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def highest(dtype: torch.dtype) -> Any:
-    if dtype == torch.bool:
-        return True
-    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def along_index(

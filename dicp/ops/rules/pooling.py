@@ -12,9 +12,10 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index
+from dicp.ir.kernel import identity
 from dicp.ir.value import Builder, Indices, Shape, Value
 from dicp.ops import scalar as s
-from dicp.ops.rules.indexing import lookup, lowest, widened, zeros
+from dicp.ops.rules.indexing import lookup, widened, zeros
 from dicp.ops.rules.joining import within
 from dicp.ops.rules.views import reshape
 from dicp.ops.table import Declined, Row, Rule, row
@@ -113,13 +114,13 @@ def best(b: Builder, x: Value, shape: Shape, extent: Shape, element: Callable[[I
             idx, ix.delinearize(ix.of(ix.Opaque(where(idx), ix.product(extent))), extent)))
 
     def largest(idx: Indices) -> Expr:
-        out: Expr = s.const(lowest(x.dtype), ex.compute_dtype(x.dtype))
+        out: Expr = s.const(identity("max", x.dtype), ex.compute_dtype(x.dtype))
         for k in points(extent):
             out = s.maximum(out, element(idx, k))
         return out
 
     def place(idx: Indices) -> Expr:
-        top: Expr = s.const(lowest(x.dtype), ex.compute_dtype(x.dtype))
+        top: Expr = s.const(identity("max", x.dtype), ex.compute_dtype(x.dtype))
         out = first(idx)
         for k in points(extent):
             e = ex.round_to(element(idx, k), x.dtype)
@@ -149,7 +150,7 @@ def max_pool(n: int) -> Rule:
             x,
             shape,
             tuple(w.kernel),
-            lambda idx, k: w.element(x, idx, k, lowest(x.dtype)),
+            lambda idx, k: w.element(x, idx, k, identity("max", x.dtype)),
             lambda idx, k: ex.index_value(ix.linearize(w.position(w.split(idx)[1], k), w.sizes)),
             first,
         )
@@ -390,7 +391,7 @@ def adaptive_max_pool(n: int) -> Rule:
             x,
             shape,
             extent,
-            lambda idx, k: adaptive_element(ws, x, idx, k, lowest(x.dtype)),
+            lambda idx, k: adaptive_element(ws, x, idx, k, identity("max", x.dtype)),
             position,
             lambda idx: position(idx, (0,) * n),
         )

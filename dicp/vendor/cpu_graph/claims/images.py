@@ -7,9 +7,8 @@ from typing import Any
 
 import torch.fx as fx
 
+from dicp.passes.layout import CHANNELS_LAST
 from dicp.schedule.defs import View
-
-CHANNELS_LAST = (0, 2, 3, 1)
 
 
 def threads(lowering: Any) -> int:
