@@ -60,8 +60,8 @@ class HostFunction:
     free: tuple[Any, ...]  # its symbols, in the order of the arguments
     convert: Callable[[Any], Any] = int
 
-    def __call__(self, *values: int) -> Any:
-        known = map(sympy.Integer, values)
+    def __call__(self, *values: int | float) -> Any:
+        known = map(sympy.sympify, values)
         return self.convert(self.expr.xreplace(dict(zip(self.free, known, strict=True))))
 
 
@@ -87,7 +87,7 @@ def _call(expr: Any, values: dict[str, Any], name: str, convert: Callable[[Any],
 
 def number(value: Any) -> bool | float:
     """A sympy truth value or number as Python's own."""
-    return bool(value) if value in (True, False) else float(value)
+    return bool(value) if isinstance(value, (bool, Boolean)) else float(value)
 
 
 __all__ = ["HostFunction", "host_number", "host_size", "python_text"]

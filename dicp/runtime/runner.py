@@ -370,7 +370,7 @@ class Runner:
         return self.names[self.plan.find(name)] if self.plan.find(name) in self.names else self.names[name]
 
     def _host_step(self, call: Call) -> None:
-        """A number read from a tensor, the bounds of a slice, or a condition that must hold."""
+        """A number read from a tensor, where a view lies, or a condition that must hold."""
         args = [self._argument(a) for a in call.args]
         where = user_location(call.node)
         comment = f"    # {where}" if where else ""
@@ -381,6 +381,9 @@ class Runner:
             n, start, end, step, offset, stride = args
             self.lines.append(f"begin, length = bounds({n}, {start}, {end}, {step}){comment}")
             sources: tuple[str, ...] = ("length", "begin", f"{offset} + begin * {stride}")
+        elif call.node.target is torch.ops.aten.select.int:
+            n, at, offset, stride = args
+            sources = (f"{offset} + ({at} + {n} if {at} < 0 else {at}) * {stride}",)
         else:
             truth = isinstance(call.node.meta["val"], torch.SymBool)
             sources = (f"int({args[0]}.item())" if truth else f"{args[0]}.item()",)

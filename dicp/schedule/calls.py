@@ -14,7 +14,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.aliases import returns_views
-from dicp.schedule.defs import Buffer, Call, Host, Raw, View
+from dicp.schedule.defs import Buffer, Call, Raw, View
 from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
 from dicp.schedule.traced import is_strided, note_of
 
@@ -76,6 +76,17 @@ def slice_bounds(low: Lowering, node: fx.Node) -> tuple[fx.Node, int, Any, Any]:
     args = tuple(_as_traced(low, n) for n in numbers)
     low.out.defs.append(Call((), note_of(node), node, args, {}, None, results, host=True))
     return x, dim, first, step
+
+
+def select_place(low: Lowering, node: fx.Node) -> None:
+    """Where in memory the view lies that selects a position read from data: the host works it out."""
+    x, dim, index = node.args
+    base, val = x.meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    dim = dim % base.dim()  # type: ignore[operator]
+    numbers = (base.shape[dim], index, base.storage_offset(), base.stride(dim))
+    args = tuple(_as_traced(low, n) for n in numbers)
+    place = (low.index(val.storage_offset()),)
+    low.out.defs.append(Call((), note_of(node), node, args, {}, None, place, host=True))
 
 
 def slice_read_from_data(low: Lowering, node: fx.Node) -> Value:
@@ -156,7 +167,7 @@ def _as_traced(low: Lowering, a: Any) -> Any:
         return low.index(a) if isinstance(a, torch.SymInt) else a
     value, val = low.values[a], a.meta.get("val")
     if isinstance(val, (torch.SymFloat, torch.SymBool)):
-        return Host(val.node.expr)
+        return low.host(val)
     if not isinstance(value, (Value, Buffer)):
         return value
     view = low.operand(value)
@@ -180,8 +191,8 @@ def _add_call(
     vals = list(val) if isinstance(val, (tuple, list)) else [val]
     outs: list[Any] = []
     for k, v in enumerate(vals):
-        if isinstance(v, torch.SymInt):
-            outs.append(low.index(v))
+        if isinstance(v, (torch.SymInt, torch.SymFloat)):
+            outs.append(low.symbols.index(v.node.expr) if host else low.index(v))
             continue
         if not isinstance(v, torch.Tensor) or not is_strided(v) or not low.home.holds(v):
             outs.append(None if v is None else Raw(f"{node.name}_{k}"))

@@ -35,6 +35,7 @@ from dicp.schedule.calls import (
     left_over,
     library,
     misused,
+    select_place,
     slice_bounds,
     slice_read_from_data,
 )
@@ -75,6 +76,7 @@ class Lowering(DefinitionBuilder):
         self.values: dict[fx.Node, Any] = {}
         self.mutations: list[tuple[fx.Node, fx.Node]] = []
         self.returned: dict[str, fx.Node] = {}  # buffer -> the tensor, up to views, that the caller has
+        self.floats: dict[Any, fx.Node] = {}  # symbol -> what reads it from a tensor; the host at demand only
         self.dense: dict[fx.Node, Shape] = {}  # calls whose results do not lie as they were traced
         if claims is None:
             calls = [n for n in gm.graph.nodes if n.op == "call_function"]
@@ -168,12 +170,15 @@ class Lowering(DefinitionBuilder):
                 host_step(self, node)
             elif node.meta.get("unbacked_bindings"):
                 extern(self, node, "a size read from data")
+            self._read(val)
             return self.index(val)
         truth = isinstance(val, torch.SymBool)
         if node.target is aten._local_scalar_dense.default and (truth or isinstance(val, torch.SymFloat)):
             source = self.values[node.args[0]]  # type: ignore[index]
             if truth:
                 host_step(self, node)
+            else:
+                self.floats[val.node.expr] = node
             return ex.cast(source((0,) * len(source.shape)), torch.bool if truth else torch.float64)
         if writes_input(node):
             self.mutations.append((node.args[0], node.args[1]))  # type: ignore[arg-type]
@@ -186,6 +191,8 @@ class Lowering(DefinitionBuilder):
             return extern(self, node, f"a tensor is on {device}, the program's are on {self.home.device}")
         if higher_order_name(node.target) == "with_effects":
             return effect(self, node)
+        if node.target is aten.select.int and node.meta.get("unbacked_bindings"):
+            select_place(self, node)
         if node.target is aten.slice.Tensor and node.meta.get("unbacked_bindings"):
             if lowerable(node):
                 return slice_read_from_data(self, node)
@@ -216,7 +223,7 @@ class Lowering(DefinitionBuilder):
             if isinstance(a, fx.Node):
                 val = a.meta.get("val")
                 if called and isinstance(val, (torch.SymFloat, torch.SymBool)):
-                    return Host(val.node.expr)
+                    return self.host(val)
                 return self.values[a]
             if isinstance(a, torch.SymInt):
                 return self.index(a)
@@ -225,6 +232,18 @@ class Lowering(DefinitionBuilder):
             return a
 
         return tuple(get(a) for a in node.args), {k: get(a) for k, a in node.kwargs.items()}
+
+    def host(self, val: torch.SymFloat | torch.SymBool) -> Host:
+        """A number made of sizes, or of what is read from tensors, as the calling Python computes it."""
+        self._read(val)
+        return Host(val.node.expr)
+
+    def _read(self, val: Any) -> None:
+        """Have the host read the floats that a number is made of, where it did not so far: kernels read those
+        where they lie."""
+        for symbol in getattr(val, "node", None) and val.node.expr.free_symbols or ():
+            if symbol in self.floats:
+                host_step(self, self.floats.pop(symbol))
 
     # -- materialising -------------------------------------------------------------------------------------
 
@@ -265,6 +284,7 @@ class Lowering(DefinitionBuilder):
             return rounded
 
         return Value(value.shape, value.dtype, element)
+
 
 def _host_scalar(node: fx.Node, lowering: Lowering) -> Any:
     """A symbolic float or bool computed from sizes, as a float64 (or bool) expression."""

@@ -16,7 +16,7 @@ from dicp.ops.aliases import view_root
 from dicp.ops.rules.pointwise import broadcast, retyped
 from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
-from dicp.schedule.defs import Buffer, Call, Host, Pointwise, Raw, View, views
+from dicp.schedule.defs import Buffer, Call, Pointwise, Raw, View, views
 from dicp.schedule.strides import (
     affine_window,
     dense_strides,
@@ -154,13 +154,13 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         r = r.args[0]  # type: ignore[assignment]  # the mutated input itself is what the caller has
     if r.op == "placeholder":
         return ("input", [n for n in low.gm.graph.nodes if n.op == "placeholder"].index(r))
-    if isinstance(val, torch.SymBool):
-        return Host(val.node.expr)
+    if isinstance(val, (torch.SymBool, torch.SymFloat)):
+        return low.host(val)
     if not isinstance(val, torch.Tensor) or isinstance(value, Raw):
         return value
     if isinstance(value, Buffer):
         return _piece_of(low, r, mutated) or View(value, value.shape, value.strides)
-    placed = any(_bits(r)) and view_root(r).op == "placeholder" or _reinterprets(r) or _shares(low, r)
+    placed = r is not view_root(r) and view_root(r).op == "placeholder" or _shares(low, r)
     if placed and (piece := _piece_of(low, r, mutated)):
         return piece
     shape, strides = low.sizes(val.shape), low.dense.get(r) or low.sizes(val.stride())

@@ -164,7 +164,7 @@ class Symbols:
         """The sizes read from data that an index is made of."""
         found = [self.expressions[a] for a in ix.atoms(i) if isinstance(a, Var) and a in self.expressions]
         free = {s for e in found for s in e.free_symbols} - self.given
-        return {s for s in free if symbol_is_type(s, SymT.UNBACKED_INT)}
+        return {s for s in free if symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))}
 
     def give(self, *sizes: Any) -> None:
         """Note sizes of the graph's inputs."""

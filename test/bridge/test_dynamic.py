@@ -442,3 +442,35 @@ def test_numbers_made_of_sizes(name: str) -> None:
     fn, *shapes = FACTORS[name]
     tensors = [torch.randn(s, requires_grad=name != "histogram") for s in shapes]
     check(fn, *tensors, dynamic=True)
+
+
+def second_row(x):
+    return x.as_strided((x.shape[0],), (1,), x.shape[1])
+
+
+def columns_and_sum(x):
+    return x.as_strided((x.shape[0],), (x.shape[1],), 1), x.sum()
+
+
+def written_second_row(x):
+    x.add_(1)
+    return x.as_strided((x.shape[0],), (1,), x.shape[1])
+
+
+@pytest.mark.parametrize("fn", [second_row, columns_and_sum, written_second_row])
+def test_windows_on_an_input_lie_where_they_should(fn):
+    """AOTAutograd makes them again from the place of what the program returns."""
+    compiled = torch.compile(fn, backend="dicp_cpu", dynamic=True, fullgraph=True)
+    for rows, columns in ((3, 4), (2, 5)):
+        mine, theirs = (torch.arange(1.0 * rows * columns).view(rows, columns) for _ in range(2))
+        got, want = compiled(mine), fn(theirs)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        window = got[0] if isinstance(got, tuple) else got
+        window.fill_(7)
+        (want[0] if isinstance(want, tuple) else want).fill_(7)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_a_gather_by_no_positions_of_another_rank():
+    compiled = torch.compile(lambda x, i: x.gather(0, i) * 2, backend="dicp_cpu", dynamic=True)
+    assert compiled(torch.randn(3), torch.zeros(0, 2, dtype=torch.long)).shape == (0, 2)

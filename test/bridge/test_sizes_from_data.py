@@ -116,3 +116,96 @@ def test_a_weights_gradient_over_no_rows() -> None:
         x = sign * torch.rand(6, 5)
         grads = (torch.autograd.grad(g(x, w).sum(), w)[0] for g in (f, fn))
         torch.testing.assert_close(*grads)
+
+
+def pieces_written(x: torch.Tensor) -> torch.Tensor:
+    y = x[x > 0].clone()
+    y[1:] = 7
+    return y
+
+
+POSITIVE = {
+    "from 1": lambda y: y[1:] * 2,
+    "beyond the end": lambda y: y[9:] * 2,
+    "the last 2": lambda y: y[-2:] * 2,
+    "the last but one": lambda y: y[-2:-1] * 2,
+    "as it is": lambda y: y[-2:],
+    "neighbours": lambda y: y[1:] - y[:-1],
+    "turned": lambda y: y.flip(0)[2:],
+    "scattered": lambda y: torch.slice_scatter(y, y[1:] * 2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_slices_of_a_dimension_of_any_size(name: str) -> None:
+    """Where they begin depends on a size that tracing has no example of."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return POSITIVE[name](x[x > 0])
+
+    f = compiled(fn)
+    sizes = (4, 9) if name == "scattered" else (4, 0, 1, 9)
+    for k in sizes:
+        x = torch.cat([torch.rand(k) + 1, -torch.ones(3)])[torch.randperm(k + 3)]
+        if k == 0 and name == "neighbours":
+            continue  # eager refuses
+        torch.testing.assert_close(f(x), fn(x), rtol=0, atol=0)
+
+
+def test_writes_to_a_slice_of_any_size() -> None:
+    f = compiled(pieces_written)
+    for x in (torch.tensor([1.0, -1, 2, 3]), -torch.ones(3), torch.ones(1)):
+        torch.testing.assert_close(f(x), pieces_written(x), rtol=0, atol=0)
+
+
+def last_rows_and_sum(x: torch.Tensor) -> Any:
+    return x[-2:], x.sum()
+
+
+@pytest.mark.parametrize("fn", [lambda x: x[1:] * 2, lambda x: x[1:], last_rows_and_sum])
+def test_slices_of_an_input_marked_unbacked(fn: Fn) -> None:
+    f = compiled(fn)
+    for rows in (3, 1, 5):
+        x = torch.randint(9, (rows, 4)).float()
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        torch.testing.assert_close(f(x), fn(x), rtol=0, atol=0)
+
+
+FLOATS: dict[str, Any] = {
+    "returned": lambda x, s: s.item() * 2,
+    "compared": lambda x, s: s.item() > 1.0,
+    "with a size": lambda x, s: (s.item() * x.shape[0], x * 2),
+    "truncated": lambda x, s: x + int(s.item()),
+    "rounded": lambda x, s: x * round(s.item()),
+    "both": lambda x, s: (s.item(), s.item() + 1, x * s.item(), x.sum() + int(s.item() * 2.5)),
+    "computed": lambda x, s: x * int((x.sum() * 0 + s).item()),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_numbers_made_of_a_float_read_from_data(name: str) -> None:
+    fn = FLOATS[name]
+    f = torch.compile(fn, backend="dicp_cpu")
+    for value in (1.5, -2.75, 0.0):
+        x, s = torch.randn(4, 5), torch.tensor(value)
+        torch.testing.assert_close(f(x, s), fn(x, s))
+
+
+SELECTED: dict[str, Fn] = {
+    "row": lambda x, i: x[i.item()],
+    "column": lambda x, i: x.select(1, i.item()),
+    "piece": lambda x, i: x[i.item()][1:3],
+    "and used": lambda x, i: (x[i.item()], x[i.item()] * 2),  # type: ignore[dict-item,return-value]
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_views_that_select_a_position_read_from_data(name: str) -> None:
+    fn = SELECTED[name]
+    f = torch.compile(fn, backend="dicp_cpu")
+    x = torch.randn(4, 5)
+    for at in (2, -1, 0):
+        got, want = f(x, torch.tensor(at)), fn(x, torch.tensor(at))
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        first = got[0] if isinstance(got, tuple) else got
+        assert first.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

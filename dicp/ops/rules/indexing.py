@@ -70,6 +70,8 @@ def gather(
     b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value, *, sparse_grad: bool = False
 ) -> Value:
     x, index, restore = with_rank(x), with_rank(index), index.shape
+    if len(x.shape) != len(index.shape):  # what torch takes of an index without elements
+        return constant(0, index.shape, x.dtype)
     dim = wrap_dim(dim, len(x.shape))
     out = reindexed(x, index.shape, lambda idx: replaced(
         idx, dim, lookup(b, index(idx), x.shape[dim], "gather", wrap=False)))

@@ -197,14 +197,17 @@ def slice_start(node: torch.fx.Node, start: Any, size: Index, dim: int, given: A
     """First position of a slice, limited to [0, size]."""
     if start is None:
         return 0
-    if not known_to_tracing(given):
+    length = node.args[0].meta["val"].shape[dim]  # type: ignore[union-attr]
+    if isinstance(start, int) and start >= 0 and ix.nonnegative(size - start):
+        return start
+    if not known_to_tracing(given) or not known_to_tracing(length):
         at, end = ex.index_value(start), ex.index_value(size)
         at = ex.where(ex.binary("lt", at, 0), ex.binary("add", at, end), at)
         return ix.of(ix.Opaque(ex.binary("maximum", ex.binary("minimum", at, end), 0), size + 1))
     first = from_end(start, size, given)
     if isinstance(first, int) and isinstance(size, int):
         return min(max(first, 0), size)
-    n = hint_of(node.args[0].meta["val"].shape[dim])  # type: ignore[union-attr]
+    n = hint_of(length)
     value = hint_of(given) if not isinstance(start, int) else start
     value = value + n if value < 0 else value
     if not known(ix.nonnegative(first), ix.nonnegative(-first - 1), value >= 0):
