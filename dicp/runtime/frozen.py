@@ -1,13 +1,15 @@
 """A graph with frozen weights, at run time: what depends on weights alone is computed once and kept, for as
 long as the weights are the same.
 
-The same: the same tensor objects, at the same addresses, with the same version counters, which every write
-through torch bumps, but that of a fused optimizer's step: those are watched. While results are kept, so is
-the memory that the weights had then (not the tensors themselves): no other tensor can come to lie there.
+The same: the same tensor objects, at the same addresses, with the same version counters, which writes through
+torch bump. Two do not: steps of fused optimizers are watched, and of vectors that are buffers, which eager's
+batch norm writes in training, the elements are compared. While results are kept, so is the memory that the
+weights had then (not the tensors themselves): no other tensor can come to lie there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import operator
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dicp.passes.freeze import Folding
@@ -29,16 +32,34 @@ RESTLESS = 8  # runs of the constant program in a row, each for one call, before
 UNCOUNTED = "some weights were made under torch.inference_mode(), where changes leave no trace"
 _versions = operator.attrgetter("_version")
 _addresses = torch.Tensor.data_ptr
+_differ = ctypes.PyDLL(None).memcmp  # which keeps the interpreter's lock: these are short
+_differ.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
 _all: weakref.WeakSet[Frozen] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
 class State:
-    """What weights are compared by; versions: None where they have no counters."""
+    """What weights are compared by; versions: None where they have no counters; contents: position, address
+    and bytes of those whose writes may not be counted."""
 
     ids: tuple[int, ...]
     addresses: list[int]
     versions: list[int] | None
+    contents: list[tuple[int, int, bytes]]
+
+    @staticmethod
+    def of(ids: tuple[int, ...], weights: Sequence[torch.Tensor]) -> State:
+        versions: list[int] | None
+        try:
+            versions = list(map(_versions, weights))
+        except RuntimeError:  # made under torch.inference_mode(), where writes leave no trace
+            versions = None
+        contents = [
+            (k, w.data_ptr(), ctypes.string_at(w.data_ptr(), w.nbytes))
+            for k, w in enumerate(weights)
+            if _may_be_statistics(w)
+        ]
+        return State(ids, list(map(_addresses, weights)), versions, contents)
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether the tensors of these ids are as they were."""
@@ -46,6 +67,7 @@ class State:
             self.versions is not None
             and list(map(_versions, weights)) == self.versions
             and list(map(_addresses, weights)) == self.addresses
+            and not any(_differ(address, then, len(then)) for _, address, then in self.contents)
         )
 
     def write(self, weights: Set[int]) -> None:
@@ -57,7 +79,19 @@ class State:
         """Names of the weights that differ."""
         before = zip(self.ids, self.addresses, self.versions or self.ids, strict=True)
         after = zip(now.ids, now.addresses, now.versions or now.ids, strict=True)
-        return [name for name, a, b in zip(names, before, after, strict=True) if a != b]
+        then = dict(_by_position(self))
+        rewritten = {k for k, bits in _by_position(now) if then.get(k, bits) != bits}
+        pairs = enumerate(zip(names, before, after, strict=True))
+        return [name for k, (name, a, b) in pairs if a != b or k in rewritten]
+
+
+def _by_position(state: State) -> list[tuple[int, bytes]]:
+    return [(k, bits) for k, _, bits in state.contents]
+
+
+def _may_be_statistics(w: torch.Tensor) -> bool:
+    """Whether this may be a running mean or variance. Only where they can be compared without a wait."""
+    return w.dim() == 1 and w.device.type == "cpu" and w.is_contiguous() and not isinstance(w, nn.Parameter)
 
 
 @dataclass(eq=False)
@@ -138,12 +172,7 @@ class Frozen:
         def end(_: Any) -> None:
             kept.pop(ids, None)
 
-        # before the values: what is written meanwhile shows at the next call
-        try:
-            versions = list(map(_versions, weights))
-        except RuntimeError:  # made under torch.inference_mode(), where writes leave no trace
-            versions = None
-        state = State(ids, list(map(_addresses, weights)), versions)
+        state = State.of(ids, weights)  # before the values: what is written meanwhile shows at the next call
         with torch.no_grad():
             memory = [w.detach() for w in weights]
             results = self.constants(list(weights))

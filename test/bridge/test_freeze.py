@@ -319,6 +319,21 @@ def test_change_is_noticed(change: Callable[[Scaled], None], scaled: Watched, sa
     assert scaled.runs == 2 and not said()
 
 
+def test_statistics_that_eager_training_writes() -> None:
+    """Which torch's batch norm does not count."""
+    watched, x = Watched(Residual().eval()), torch.randn(2, 3, 8, 8)
+    watched(x)
+    before = watched.model.norm1.running_var._version
+    with torch.no_grad():
+        watched.model.train()(torch.randn(4, 3, 8, 8) * 5 + 2)
+    watched.model.eval()
+    assert watched.model.norm1.running_var._version == before
+    watched(x)
+    assert watched.runs == 2
+    watched(x)
+    assert watched.runs == 2
+
+
 def test_packed_weights_too() -> None:
     watched, x = Watched(nn.Linear(8, 8).eval()), torch.randn(32, 8)
     watched(x)
