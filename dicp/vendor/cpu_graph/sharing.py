@@ -90,7 +90,7 @@ def _one(form: _Form) -> Emitted:
 def _shared(forms: Sequence[_Form]) -> Emitted:
     first = forms[0]
     varying = dict.fromkeys(s for s in zip(*(f.sizes for f in forms), strict=True) if len(set(s)) > 1)
-    names = {sizes: f"n{k}" for k, sizes in enumerate(varying)}
+    names = {sizes: f"size{k}" for k, sizes in enumerate(varying)}  # n0, n1, ... are symbolic sizes
     columns = zip(*(f.sizes for f in forms), strict=True)
     words = [names.get(sizes, sizes[0]) for sizes in columns]
     body = "".join(p + w for p, w in zip(first.pieces, [*words, ""], strict=True))

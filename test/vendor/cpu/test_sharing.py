@@ -39,13 +39,13 @@ class Texts(TestCase):
             found.text,
             """\
 // Sizes are those of the kernels below; lines of the model, where they differ, the first one's.
-__attribute__((noinline, noclone)) static void mul_a_of_sizes(const float* b0, float* b1, int64_t n0, int64_t n1) {
-  for (int64_t i0 = 0; i0 < n0; ++i0) {
-    for (int64_t i1 = 0; i1 < n1; i1 += LANES) {
+__attribute__((noinline, noclone)) static void mul_a_of_sizes(const float* b0, float* b1, int64_t size0, int64_t size1) {
+  for (int64_t i0 = 0; i0 < size0; ++i0) {
+    for (int64_t i1 = 0; i1 < size1; i1 += LANES) {
       constexpr Full lanes;
-      const vf32 v0 = load(b0 + n1 * i0 + i1, lanes);
+      const vf32 v0 = load(b0 + size1 * i0 + i1, lanes);
       const vf32 v1 = v0 * 64.0f;  // mul    model.py:7
-      store(b1 + n1 * i0 + i1, v1, lanes);
+      store(b1 + size1 * i0 + i1, v1, lanes);
     }
   }
 }
@@ -106,3 +106,21 @@ def test_results_of_shared_kernels() -> None:
     assert len(set(bodies)) >= 4 and all(calls.count(body) >= 2 for body in bodies)
     wanted = blocks(x.double())
     assert abs(found.double() - wanted) <= 1e-5 * abs(wanted)
+
+
+def columns_of_both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x[:, :32].sin(), y[:, :32].sin()
+
+
+def test_kernels_with_a_symbolic_size_too() -> None:
+    """They differ in a stride, and have a parameter for the number of rows already."""
+    seen: list[Compiled] = []
+    compiled = torch.compile(columns_of_both, backend="dicp_cpu")
+    for rows in (7, 9):
+        x, y = torch.randn(rows, 96), torch.randn(rows, 128)
+        for t in (x, y):
+            torch._dynamo.mark_dynamic(t, 0)
+            torch._dynamo.mark_static(t, 1)
+        with observe(seen.append):
+            torch.testing.assert_close(compiled(x, y), columns_of_both(x, y))
+    assert len(seen) == 1 and "_of_sizes(" in "".join(seen[0].program.sources.values())
