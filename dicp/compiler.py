@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from dicp.errors import VendorError
 from dicp.ir.verify import verify
 from dicp.ops.library import register
 from dicp.passes import run_passes
@@ -29,6 +30,7 @@ from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
 from dicp.schedule.partition import partition
 from dicp.tuning.choose import choose_claims
+from dicp.vendor.asking import ask
 from dicp.vendor.base import takes_graphs
 
 _numbers = itertools.count()
@@ -124,7 +126,7 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         verify(gm)
     if takes_graphs(vendor):
         with step("partition"):
-            parts = partition(gm, lambda node: vendor.supports(node.target, node))
+            parts = partition(gm, lambda node: ask(vendor, "supports", node.target, node, node=node))
         with step("build"):
             program, call = assemble_parts(name, gm, parts, vendor, config)
         return _done(Compiled(name, job.role, call, program, job.seconds), dump)
@@ -146,9 +148,24 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         program.begun = begun
         dump.plan("40_memory", program)
         with step("build"):
-            call = vendor.assemble(program, config)
+            call = _assembled(vendor, program, config)
         program.begun = None
     return _done(Compiled(name, job.role, call, program, job.seconds), dump)
+
+
+def _assembled(vendor: Any, program: Program, config: Any) -> Callable[[list[Any]], Any]:
+    """The vendor's function, which takes one list (AOTAutograd unpacks what is not marked so)."""
+    call = ask(vendor, "assemble", program, config)
+    if not callable(call):
+        raise VendorError(f"{vendor.name}.assemble gave {call!r}, which is no function of a list of inputs")
+    if getattr(call, "_boxed_call", False):
+        return call  # type: ignore[no-any-return]
+
+    def boxed(args: list[Any]) -> Any:
+        return call(args)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
 
 
 def _begun(vendor: Any, lowered: Lowered, config: Any) -> contextlib.AbstractContextManager[Any]:
@@ -188,9 +205,9 @@ def _compile_one(
         items = build_kernels(fuse(lowered), lowered)
         program = make_program("candidate", lowered, items, plan_memory(items, lowered))
         program.begun = begun
-        call = vendor.assemble(program, plain)
+        call = _assembled(vendor, program, plain)
         program.begun = None
-    return call  # type: ignore[no-any-return]
+    return call
 
 
 def _done(compiled: Compiled, dump: Dump) -> Compiled:

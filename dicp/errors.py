@@ -35,6 +35,13 @@ class InternalError(DicpError):
         super().__init__(what, where=where, todo=f"{report}. {todo}" if todo else report)
 
 
+class VendorError(DicpError):
+    """A vendor's own code failed (what it raised is the cause), or gave what the protocol does not allow."""
+
+    def __init__(self, what: str, *, where: str | Sequence[str] = (), todo: str = "") -> None:
+        super().__init__(what, where=where, todo=todo or "this is the vendor's: see docs/adding_a_vendor.md")
+
+
 class BuildError(DicpError):
     """The compiler refused (or never finished) a generated source file.
 

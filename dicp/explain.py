@@ -47,16 +47,14 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.graphs)} graphs, {len(self.breaks)} graph breaks, "
+            f"{_several(len(self.graphs), 'graph')}, {_several(len(self.breaks), 'graph break')}, "
             f"first call {self.total_seconds:.2f} s"
         ]
         lines += [f"  break: {b}" for b in self.breaks]
         for g in self.graphs:
             lines.append("")
-            lines.append(
-                f"{g.name}: {len(g.kernels)} kernels, {len(g.library)} library calls, "
-                f"{len(g.externs)} externs"
-            )
+            counts = (g.kernels, "kernel"), (g.library, "library call"), (g.externs, "extern")
+            lines.append(f"{g.name}: {', '.join(_several(len(found), what) for found, what in counts)}")
             for k in g.kernels:
                 lines.append(f"  kernel {k['name']}  x{k['launches']}  {k['space']}")
                 lines += [f"      {o}" for o in k["fuses"]]
@@ -149,6 +147,10 @@ def report(compiled: Compiled) -> GraphReport:
         folding.nbytes if folding is not None else 0,
         len(folding.frozen) if folding is not None else 0,
     )
+
+
+def _several(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _counted(lines: list[str]) -> list[str]:

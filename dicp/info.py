@@ -35,14 +35,15 @@ def _vendors() -> dict[str, str]:
     """Each installed vendor: "ready", or what it lacks."""
     from dicp import vendor as vendors
     from dicp.config import Config
+    from dicp.errors import VendorError
 
     config = Config.make(None, None)
     found = {}
     for name in vendors.names():
         try:
             found[name] = vendors.get(name).available(config) or "ready"
-        except ImportError as error:
-            found[name] = f"cannot be loaded: {error}"
+        except VendorError as error:
+            found[name] = error.what
     return found
 
 

@@ -4,13 +4,15 @@
 #
 #   DICP_VENV        where the environment lives            (default: .venv in the project)
 #   DICP_PYTHON      the Python 3.11 or 3.12 to build it on (default: the first found)
-#   DICP_TORCH_SPEC  what pip installs as PyTorch           (default: torch==2.13.0). With PyTorch's CPU-only wheel index:
+#   DICP_TORCH_SPEC  what pip installs as PyTorch           (default: what it was when the environment was made, at
+#                    first torch==2.13.0). With PyTorch's CPU-only wheel index:
 #                    DICP_TORCH_SPEC="torch==2.13.0 --index-url <that index>" saves gigabytes of CUDA libraries.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv="${DICP_VENV:-$PWD/.venv}"
-torch_spec="${DICP_TORCH_SPEC:-torch==2.13.0}"
+made_with="$venv/.dicp_torch_spec"
+torch_spec="${DICP_TORCH_SPEC:-$(cat "$made_with" 2>/dev/null || echo torch==2.13.0)}"
 stamp="$venv/.dicp_setup"
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -85,6 +87,7 @@ pip install setuptools wheel numpy
 # Torch by itself and first, so that nothing below can choose another build of it.
 # shellcheck disable=SC2086  # the spec may carry options
 pip install $torch_spec
+echo "$torch_spec" > "$made_with"
 mapfile -t tests < <("$venv/bin/python" - <<'PY'
 import setuptools
 

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dicp.config", "dicp.errors", "dicp.compat"),
     ("dicp.ir",),
     ("dicp.ops",),
-    ("dicp.vendor", "dicp.vendor.base"),
+    ("dicp.vendor", "dicp.vendor.base", "dicp.vendor.asking"),
     ("dicp.passes",),
     ("dicp.schedule",),
     ("dicp.runtime",),

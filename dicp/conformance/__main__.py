@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         help="import this first, in every worker (it may register a backend); repeatable",
     )
     p.add_argument(
-        "--device", help="where the tensors live (default: cuda for cuda_graph unless interpreted, else cpu)"
+        "--device", help="where the tensors live (default: the vendor's device; cpu for a --backend)"
     )
     p.add_argument(
         "--ops", default="", metavar="REGEX", help="operators whose full name this matches (search)"
@@ -89,14 +89,6 @@ def shard_of(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
-def _device(args: argparse.Namespace) -> str:
-    """Where a vendor's tensors live, unless told."""
-    from dicp.config import Config
-
-    on_gpu = args.vendor == "cuda_graph" and not args.backend and not Config.make().interpret
-    return "cuda" if on_gpu else "cpu"
-
-
 def _need(device: str) -> None:
     import torch
 
@@ -122,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .unit import dtype_named
 
     backend = args.backend or vendors.backend_of(args.vendor)
-    device = args.device or _device(args)
+    device = args.device or ("cpu" if args.backend else vendors.device_of(args.vendor))
     dtypes = tuple(d for d in args.dtypes.split(",") if d)
     for d in dtypes:
         dtype_named(d)
@@ -151,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not args.report:
         _need(device)
+        vendors.require_backend(backend, args.modules)
     folder = args.resume or Path(tempfile.mkdtemp(prefix="dicp_conformance_"))
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "results.jsonl"
@@ -247,6 +240,8 @@ def finish(
 
     report = reports.build(backend, results, seconds, device)
     print(reports.text(report, args.verbose))
+    if results and not args.backend and not any(r.kernels or r.library for r in results):
+        print(f"no kernel and no library call of {args.vendor} ran on {device}: all that ran were externs")
     if args.json:
         reports.write_json(report, args.json)
     if args.junit:

@@ -1,8 +1,10 @@
-"""Which backend name a vendor answers to."""
+"""Which backend name a vendor answers to, and where its tensors live."""
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+import importlib
+from collections.abc import Sequence
+from typing import Any
 
 SHIPPED = {"cpu_graph": "dicp_cpu", "cuda_graph": "dicp_cuda"}
 
@@ -11,13 +13,41 @@ def backend_of(vendor: str) -> str:
     """The `torch.compile` backend of a vendor: what ships under that name, or the vendor's own `backend`, or
     the vendor's name.
     """
-    if vendor in SHIPPED:
-        return SHIPPED[vendor]
-    found = {e.name: e for e in entry_points(group="dicp.vendors")}
-    if vendor in found:
-        return str(getattr(found[vendor].load(), "backend", vendor))
-    known = sorted(found.keys() | SHIPPED)
-    raise SystemExit(
-        f"no vendor named {vendor!r}; there are {', '.join(known)}. For any other torch.compile backend: "
-        "--backend NAME"
-    )
+    return SHIPPED.get(vendor) or str(getattr(_vendor(vendor), "backend", vendor))
+
+
+def device_of(vendor: str) -> str:
+    """The torch type of the device that a vendor's programs take tensors of here."""
+    from dicp.config import Config
+
+    found = _vendor(vendor)
+    device = found.machine(Config.make()).device if hasattr(found, "machine") else None
+    return str(device or found.device)
+
+
+def require_backend(name: str, modules: Sequence[str]) -> None:
+    """SystemExit where torch knows no such backend, once these modules are imported."""
+    import torch
+
+    for module in modules:
+        importlib.import_module(module)
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        raise SystemExit(
+            f"torch knows no backend {name!r}: a package has to name it under the entry-point group "
+            "torch_dynamo_backends, or a module given to --import to register it"
+        )
+
+
+def _vendor(name: str) -> Any:
+    from dicp.errors import DicpError
+    from dicp.vendor import get, names
+
+    if name not in names():
+        known = ", ".join(sorted({*names(), *SHIPPED}))
+        raise SystemExit(
+            f"no vendor named {name!r}; there are {known}. For any torch.compile backend: --backend NAME"
+        )
+    try:
+        return get(name)
+    except DicpError as e:
+        raise SystemExit(str(e)) from e

@@ -61,6 +61,10 @@ def backend_for(vendor: Any) -> Callable[..., Any]:
         from dicp.vendor import find
 
         find(vendor)
+    else:
+        from dicp.vendor.asking import require_whole
+
+        require_whole(vendor, getattr(vendor, "name", "?"))
 
     def backend(
         gm: fx.GraphModule,
@@ -93,15 +97,16 @@ def _compile(
     from dicp.dynamo_bridge.aot import compile_joint
     from dicp.dynamo_bridge.constant_masks import fold_masks
     from dicp.errors import DicpError
+    from dicp.vendor.asking import ask
 
     config = Config.make(mode, options)
-    problem = vendor.available(config)
-    if problem is not None:
+    problem = ask(vendor, "available", config)
+    if problem:
         raise DicpError(f"{vendor.name} cannot run here: {problem}")
     if config.numerics != "eager":
         fold_masks(gm)
     if hasattr(vendor, "warm_up"):
-        vendor.warm_up(gm, config)
+        ask(vendor, "warm_up", gm, config)
     return compile_joint(gm, example_inputs, vendor, config)
 
 

@@ -20,7 +20,7 @@ import pickle
 import platform
 import types
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +109,11 @@ class Artifact:
         values: Mapping[str, Any],
         vendor: str,
         natives: Mapping[str, Any] = types.MappingProxyType({}),
-        units: tuple[SavedUnit, ...] = (),
+        units: Sequence[SavedUnit] = (),
         requires: Mapping[str, str] | None = None,
     ) -> Artifact:
-        """source, values: of the Python function, with its globals. natives: by global name, any picklable
-        record.
+        """source, values: of the Python function, with its globals. vendor: its name. natives: by global
+        name, any picklable record.
 
         Raises NotSaveable, which says what cannot be pickled.
         """
@@ -125,7 +125,7 @@ class Artifact:
             source,
             _dump(kept),
             dict(natives),
-            units,
+            tuple(units),
             surroundings() | dict(requires or {}),
         )
 
@@ -258,7 +258,7 @@ def _dump(values: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=5).dump(dict(values))
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as e:
+    except Exception as e:  # an object's own way to be pickled may raise anything
         raise NotSaveable(f"a program cannot be saved: {e}") from e
     return buffer.getvalue()
 

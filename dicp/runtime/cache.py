@@ -189,7 +189,7 @@ class Store:
                 _check_private(self.root)
                 home.mkdir(mode=0o700, exist_ok=True)
             except OSError as e:
-                if not self.root.is_dir():
+                if not os.path.isdir(self.root):  # Path.is_dir raises where the name is too long
                     _warn_once(f"cache {self.root} cannot be made ({e.strerror}); using a temporary folder")
                     return None
             if home.exists():

@@ -4,9 +4,9 @@
         if forward_ad._current_level >= 0: refuse_tangents(args)
         arg0, arg1, = args
         args.clear()
-        v0, = part0(arg0, arg1)
+        v0, = results(part0(arg0, arg1), due_7, 'toy')
         v1 = op_3(v0)    # model.py:12  torch.linalg.svdvals(h)
-        v2, = part1(v1)
+        v2, = results(part1(v1), due_9, 'toy')
         return (v2, )
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.errors import UnsupportedOp
+from dicp.errors import UnsupportedOp, VendorError
 from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of, writes_input
 from dicp.runtime.artifact import Artifact
@@ -32,6 +32,7 @@ from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size
 from dicp.schedule.strides import dense_strides, order_of
 from dicp.schedule.traced import may_be_marked
+from dicp.vendor.asking import ask
 from dicp.vendor.base import Claim, GraphVendor
 
 
@@ -50,7 +51,7 @@ def assemble_parts(
             claim = Claim(f"{vendor.name}: part of {step.calls} calls", lambda writer, call: None)
             program.items.append(Call((), "", step.outputs[-1], claim=claim))
             program.sources[f"part{step.number}.txt"] = show(step.gm, locations=True)
-            writer.part(step, vendor.build(step.gm, config))
+            writer.part(step, ask(vendor, "build", step.gm, config), vendor.name)
             continue
         writer.call(step)
         if step.target is not operator.getitem and not is_size(step) and not writes_input(step):
@@ -77,6 +78,7 @@ class _Writer:
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.names = {n: f"arg{k}" for k, n in enumerate(self.inputs)}
         self.globals = {**FIRST_GLOBALS, "expect": expect, "in_order": _in_order, "plain": plain}
+        self.globals["results"] = _results
         for node in gm.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self._global("constant", getattr(gm, str(node.target)))
@@ -88,13 +90,14 @@ class _Writer:
         self.lines.append("args.clear()")
         self.step, self.last = 0, self._last_steps(steps)
 
-    def part(self, part: Part, run: Callable[..., Sequence[Any]]) -> None:
+    def part(self, part: Part, run: Callable[..., Sequence[Any]], vendor: str) -> None:
         names = [self._name(n) for n in part.outputs]
         self.globals[f"part{part.number}"] = run
         args = ", ".join(
             f"plain({self.names[n]})" if may_be_marked(n) else self.names[n] for n in part.inputs
         )
-        self.lines.append(f"{', '.join(names)}, = part{part.number}({args})")
+        due = self._global("due", tuple(map(_due, part.outputs)))
+        self.lines.append(f"{', '.join(names)}, = results(part{part.number}({args}), {due}, {vendor!r})")
         for node, name in zip(part.outputs, names, strict=True):
             if isinstance(node.meta["val"], torch.Tensor):
                 self.lines.append(f"{name} = {self._as_traced(name, node.meta['val'])}")
@@ -170,6 +173,32 @@ class _Writer:
         if isinstance(a, dict):
             return "{" + ", ".join(f"{k!r}: {self._text(v)}" for k, v in a.items()) + "}"
         return repr(a) if a is None or isinstance(a, (bool, int, str)) else self._global("value", a)
+
+
+def _due(node: fx.Node) -> tuple[torch.dtype, tuple[int | None, ...]] | None:
+    """dtype and sizes (None: symbolic) of a result that is a tensor."""
+    val = node.meta["val"]
+    if not isinstance(val, torch.Tensor):
+        return None
+    return val.dtype, tuple(n if isinstance(n, int) else None for n in val.shape)
+
+
+def _results(found: Any, due: Sequence[Any], vendor: str) -> Any:
+    """What a part gave. Raises VendorError where that is not what was traced."""
+    if not isinstance(found, (tuple, list)) or len(found) != len(due):
+        raise VendorError(f"{vendor}: a part gave {type(found).__name__}, a tuple of {len(due)} is due")
+    for t, wanted in zip(found, due, strict=True):
+        if wanted is None:
+            continue
+        dtype, shape = wanted
+        if t.dtype != dtype or len(t.shape) != len(shape) or any(
+            want not in (None, n) for n, want in zip(t.shape, shape, strict=True)
+        ):
+            sizes = ["?" if n is None else n for n in shape]
+            raise VendorError(
+                f"{vendor}: a part gave {t.dtype} {list(t.shape)}, where {dtype} {sizes} is due"
+            )
+    return found
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

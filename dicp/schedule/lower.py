@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import higher_order_name
-from dicp.errors import DicpError, InternalError
+from dicp.errors import DicpError, InternalError, VendorError
 from dicp.ir import expr as ex
 from dicp.ir.printer import op_name, user_location
 from dicp.ir.value import Shape, Value
@@ -113,7 +113,11 @@ class Lowering(DefinitionBuilder):
             return self._call(node)
         except DicpError:
             raise
-        except Exception as e:  # whatever a rule that has a fault raises
+        except Exception as e:  # whatever a rule, or a vendor's claim, that has a bug raises
+            claim = self.claims.get(node)
+            if claim is not None:
+                what = f"the claim {claim.name!r} of {self.vendor.name} for {node.target} failed"
+                raise VendorError(f"{what}: {type(e).__name__}: {e}", where=user_location(node) or ()) from e
             raise InternalError(
                 f"lowering {op_name(node.target)} failed: {type(e).__name__}: {e}",
                 where=user_location(node) or (),

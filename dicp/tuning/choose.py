@@ -15,11 +15,13 @@ from typing import Any
 import torch.fx as fx
 
 from dicp.compat import real_tensors
-from dicp.errors import DicpError
+from dicp.errors import DicpError, VendorError
+from dicp.ir.printer import user_location
 from dicp.runtime.cache import open_store
 from dicp.tuning import timing
 from dicp.tuning.costs import Costs, key_of, measured, recorded
 from dicp.tuning.one_call import CompileOne, describe, one_call
+from dicp.vendor.asking import ask
 from dicp.vendor.base import Claim
 
 log = logging.getLogger("dicp.tuning")
@@ -45,11 +47,18 @@ def choose_claims(
 
 def candidates(vendor: Any, node: fx.Node, config: Any) -> Sequence[Claim]:
     """The vendor's claims for a node, its own choice first; one, of a vendor that offers no others."""
-    offer = getattr(vendor, "candidates", None)
-    if offer is not None:
-        return offer(node, config)  # type: ignore[no-any-return]
-    claim = vendor.claim(node, config)
-    return [] if claim is None else [claim]
+    if hasattr(vendor, "candidates"):
+        found = list(ask(vendor, "candidates", node, config, node=node) or ())
+    else:
+        claim = ask(vendor, "claim", node, config, node=node)
+        found = [] if claim is None else [claim]
+    for claim in found:
+        if not isinstance(claim, Claim):
+            raise VendorError(
+                f"{vendor.name} claims {node.target} by {claim!r}, which is no Claim",
+                where=user_location(node) or "",
+            )
+    return found
 
 
 class Tuner:
@@ -95,13 +104,20 @@ class Tuner:
     def _timed(self, gm: fx.GraphModule, call: fx.Node, found: Sequence[Claim]) -> Costs:
         sets = timing.operand_sets(gm)
         runs: dict[str, timing.Run] = {}
+        expected: Sequence[Any] = ()
         for claim in found:
             try:
                 run = self.compile_one(gm, {call: claim})
-                run(list(sets[0]))
-                runs[claim.name] = run
-            except (DicpError, RuntimeError) as e:
+                results = run(list(sets[0]))
+            except Exception as e:  # a vendor's code may raise anything
                 log.info("%s of %s failed: %s", claim.name, call, str(e).partition("\n")[0])
+                continue
+            expected = expected or results
+            if timing.agree(call, expected, results):
+                runs[claim.name] = run
+            else:
+                names = (claim.name, next(iter(runs)))
+                log.warning("%s: %s gives other results than %s, and is left out", call.target, *names)
         if not runs:
             raise DicpError("no candidate could be run")
         clock = self.vendor.clock(self.config) if hasattr(self.vendor, "clock") else timing.on_host

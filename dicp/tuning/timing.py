@@ -24,6 +24,9 @@ SAMPLE_S = 1e-3  # a sample is at least that long, so that the clock and the cal
 MOST_CALLS = 256  # of a sample: what waits in a GPU's queue is limited
 BUDGET_S = 1.0  # for one node; three rounds at the least
 
+ALIKE = 0.1  # of the largest element: by far more than the rounding of any dtype
+_OF_THE_FORWARD = frozenset("out output result logsumexp mean rstd save_mean save_invstd".split())
+
 Run = Callable[[list[Any]], Any]
 Elapsed = Callable[[Callable[[], None]], float]
 
@@ -43,6 +46,23 @@ def operand_sets(gm: fx.GraphModule) -> list[list[torch.Tensor]]:
     copies = min(max(math.ceil(COLD_BYTES / nbytes), 1), 256)
     generator = torch.Generator().manual_seed(0)
     return [[_filled(n, generator) for n in inputs] for _ in range(copies)]
+
+
+def agree(call: fx.Node, one: Any, other: Any) -> bool:
+    """Whether candidates gave the same first result for `operand_sets`, as far as rounding goes: this finds
+    calls that compute something else, not inexact ones. True where that cannot be told: the operands of some
+    gradients are what the forward made, where these are any numbers."""
+    schema = getattr(call.target, "_schema", None)
+    named = {a.name for a in schema.arguments[: len(call.args)]} if schema else set()
+    a, b = (next((t for t in results if isinstance(t, torch.Tensor)), None) for results in (one, other))
+    if a is None or b is None or named & _OF_THE_FORWARD:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.dtype.is_floating_point or not a.numel():
+        return True
+    a, b = a.double(), b.double()
+    return bool((a - b).abs().max() <= ALIKE * a.abs().max()) or not bool(a.isfinite().all())
 
 
 def _extent(val: torch.Tensor) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from dicp.errors import DicpError
+from dicp.errors import DicpError, VendorError
 
 GROUP = "dicp.vendors"
+log = logging.getLogger("dicp")
 
 
 @functools.cache
@@ -33,17 +35,40 @@ def find(name: str) -> EntryPoint:
 
 @functools.cache
 def get(name: str) -> Any:
-    """A vendor by name, loaded. Raises DicpError naming near matches."""
-    return find(name).load()
+    """A vendor by name, loaded. Raises DicpError naming near matches, VendorError where what is installed
+    under that name is no vendor."""
+    from dicp.vendor.asking import require_whole
+
+    entry = find(name)
+    try:
+        vendor = entry.load()
+    except Exception as e:  # whatever the package's module raises as it is imported
+        source = f"{entry.value}, of the package {entry.dist.name if entry.dist else '?'}"
+        raise VendorError(
+            f"vendor {name!r} ({source}) cannot be loaded: {type(e).__name__}: {e}",
+            todo="repair that package, or uninstall it",
+        ) from e
+    require_whole(vendor, name)
+    return vendor
 
 
 def for_device(device: str) -> Any:
-    """The vendor that serves a torch device type. Raises DicpError when there is none."""
-    for name in names():
-        vendor = get(name)
+    """The vendor that serves a torch device type: of several the one that ships with dicp, else the first by
+    name. Raises DicpError when there is none."""
+    serve = {}
+    for name in sorted(names(), key=lambda n: (not _ships(n), n)):
+        try:
+            vendor = get(name)
+        except VendorError as e:
+            log.warning("%s", e.what)
+            continue
         if vendor.device == device:
             return vendor
-    raise DicpError(
-        f"no vendor serves device {device!r}",
-        todo=f"installed vendors: {', '.join(f'{n} ({get(n).device})' for n in names())}",
-    )
+        serve[name] = vendor.device
+    known = ", ".join(f"{name} ({served})" for name, served in sorted(serve.items()))
+    raise DicpError(f"no vendor serves device {device!r}", todo=f"installed vendors: {known or 'none'}")
+
+
+def _ships(name: str) -> bool:
+    package = find(name).dist
+    return package is not None and package.name == "dicp"
