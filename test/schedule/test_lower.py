@@ -12,7 +12,9 @@ from expecttest import TestCase
 from lowered import Kernels, compiled, names, text, threads
 
 from dicp.errors import UnsupportedOp
+from dicp.ir import index as ix
 from dicp.schedule.defs import Pointwise, Reduction, Scatter
+from dicp.schedule.strides import affine_window
 from dicp.vendor.base import Claim, Machine
 
 LIBRARY = Kernels({"mm": Claim("mm", lambda writer, call: [], out=True)})
@@ -502,6 +504,17 @@ def test_channels_last_goes_through() -> None:
     assert p.lowered.outputs[0].strides == x.stride()
     (launch,) = p.launches
     assert [a.size for a in launch.kernel.axes] == [120]
+
+
+@pytest.mark.parametrize(
+    ("strides", "shape"),
+    [((105, 1, 21, 3), (1, 3, 5, 7)), ((105, 35, 7, 1), (1, 3, 5, 7)), ((8, 8, 1), (4, 1, 8))],
+)
+def test_the_stride_of_a_dim_of_one_is_a_dense_tensors(strides: Any, shape: Any) -> None:
+    """Also of channels-last images: libraries take a batch of one for such by this stride."""
+    idx = tuple(0 if n == 1 else ix.of(ix.Var(f"i{k}", n)) for k, n in enumerate(shape))
+    flat = sum((i * s for i, s in zip(idx, strides, strict=True)), 5)
+    assert affine_window(flat, idx, shape) == (strides, 5)
 
 
 def test_scatter_targets_known_to_differ_are_marked() -> None:
