@@ -24,10 +24,11 @@ from dicp.compat import autograd
 from dicp.compiler import Compiled
 from dicp.config import Config
 from dicp.errors import CacheError
-from dicp.runtime.artifact import Artifact, sources_digest
+from dicp.runtime.artifact import Artifact, sources_digest, vendor_digest
 from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
 from dicp.runtime.frozen import Frozen
+from dicp.vendor.asking import ask
 
 # the vendor and the config of the compile that torch loads something for
 _Compile = tuple[Any, Config] | None
@@ -212,7 +213,8 @@ def cache_tag(vendor: Any, config: Config, packages: Mapping[str, str | None] = 
     parts = (
         sources_digest(),
         vendor.name,
-        vendor.fingerprint(config),
+        vendor_digest(vendor),
+        ask(vendor, "fingerprint", config),
         config.fingerprint(),
         torch.get_num_threads(),
         torch.get_default_dtype(),

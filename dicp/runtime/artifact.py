@@ -4,7 +4,7 @@ graph.
     requires    torch, dicp and machine that the code was made for; checked before anything is loaded
     source      the Python function of the program
     values      its globals, pickled; what has to be loaded, not copied, stands there by name
-    natives     the vendor's own record of each native function (`Vendor.restore` turns it into a callable)
+    natives     the vendor's own record of each native function (`Vendor.load` turns it into a callable)
     units       the shared objects, each under the key that it has in the build cache
     constants   where weights are frozen, the program that computes what depends on them alone; of weights
                 themselves an artifact holds nothing
@@ -18,6 +18,7 @@ import importlib
 import io
 import pickle
 import platform
+import sys
 import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -181,9 +182,26 @@ def _opened(data: bytes) -> bytes:
 @functools.cache
 def sources_digest() -> str:
     """Digest of dicp's own sources: results of one state of them are never taken for another's."""
-    root = Path(dicp.__file__).parent
-    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".c", ".h", ".csv"))
-    parts = b"".join(str(p.relative_to(root)).encode() + b"\0" + p.read_bytes() for p in files)
+    return _digest(Path(dicp.__file__).parent)
+
+
+def vendor_digest(vendor: Any) -> str:
+    """The same of the package that a vendor's class is in, where that is not dicp."""
+    return _package_digest(type(vendor).__module__.partition(".")[0])
+
+
+@functools.cache
+def _package_digest(name: str) -> str:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name == "dicp" or file is None:
+        return ""
+    path = Path(file)
+    return _digest(path.parent) if path.name == "__init__.py" else content_hash(path.read_bytes())
+
+
+def _digest(folder: Path) -> str:
+    files = sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".c", ".h", ".csv"))
+    parts = b"".join(str(p.relative_to(folder)).encode() + b"\0" + p.read_bytes() for p in files)
     return content_hash(parts)
 
 
@@ -268,4 +286,4 @@ def _load(data: bytes) -> dict[str, Any]:
     return values
 
 
-__all__ = ["Artifact", "NotSaveable", "SavedUnit", "check_surroundings", "sources_digest", "surroundings"]
+__all__ = ["Artifact", "NotSaveable", "SavedUnit", "check_surroundings", "sources_digest", "surroundings", "vendor_digest"]

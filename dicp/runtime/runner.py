@@ -371,7 +371,7 @@ class Runner:
 
     def _host_step(self, call: Call) -> None:
         """A number read from a tensor, where a view lies, or a condition that must hold."""
-        args = [self._argument(a) for a in call.args]
+        args = [self.value(a) for a in call.args]
         where = user_location(call.node)
         comment = f"    # {where}" if where else ""
         if call.node.target is torch.ops.aten._assert_scalar.default:
@@ -396,8 +396,8 @@ class Runner:
         """function: what is called in the op's stead."""
         target = f"op_{len(self.globals)}"
         self.globals[target] = call.node.target if function is None else function
-        args = [self._argument(a) for a in call.args] + [
-            f"{k}={self._argument(v)}" for k, v in call.kwargs.items()
+        args = [self.value(a) for a in call.args] + [
+            f"{k}={self.value(v)}" for k, v in call.kwargs.items()
         ]
         where = user_location(call.node)
         comment = f"    # {where}" if where else ""
@@ -424,9 +424,30 @@ class Runner:
             elif isinstance(b, ix.Poly) and b.is_atom:
                 self._bind(b, source, {b.terms[0][0][0].key})
 
-    def _argument(self, a: Any) -> str:
+    # -- what claims write with, in vendors whose segments are lines of this function ------------------------
+
+    def line(self, text: str, note: str = "") -> None:
+        """A statement of the function, with a comment."""
+        self.lines.append(text + (f"  # {note}" if note else ""))
+
+    def into(self, buffer: Buffer) -> str:
+        """Planned memory that a call with `out` writes, as a tensor."""
+        return self.view(View(buffer, buffer.shape, buffer.strides))
+
+    def keep(self, call: Call, source: str) -> None:
+        """Take over the results that a library allocated: `source` is a tensor, or a tuple of them."""
+        many = isinstance(call.node.meta.get("val"), (tuple, list))
+        for k, b in enumerate(call.results):
+            if isinstance(b, Buffer):
+                self.names[b.name] = b.name
+                item = f"{source}[{k}]" if many else source
+                planned = f"{self._tuple(b.shape)}, {self._tuple(b.strides)}"
+                self.lines.append(f"{b.name} = expect({item}, {planned})")
+
+    def value(self, a: Any) -> str:
+        """Any argument of a call."""
         if isinstance(a, View):
-            return self._view(a)
+            return self.view(a)
         if isinstance(a, Raw):
             return self.names[a.name]
         if isinstance(a, Host):
@@ -434,18 +455,20 @@ class Runner:
         if isinstance(a, ix.Poly):
             return self._text(a)
         if isinstance(a, (list, tuple)):
-            inner = "".join(self._argument(x) + ", " for x in a)
+            inner = "".join(self.value(x) + ", " for x in a)
             return f"[{inner}]" if isinstance(a, list) else f"({inner})"
         if isinstance(a, dict):
-            return "{" + ", ".join(f"{k!r}: {self._argument(v)}" for k, v in a.items()) + "}"
+            return "{" + ", ".join(f"{k!r}: {self.value(v)}" for k, v in a.items()) + "}"
         if a is None or isinstance(a, (bool, int, str)):
             return repr(a)
         name = f"value_{len(self.globals)}"
         self.globals[name] = a
         return name
 
-    def _view(self, v: View, apart: bool = False) -> str:
+    def view(self, v: View | None, apart: bool = False) -> str:
         """A Python tensor for a window on memory; `apart`: no view of another tensor, but for its marks."""
+        if v is None:
+            return "None"
         window = self._window(v)
         if apart and ".as_strided(" in window:
             window += ".detach()"
@@ -488,10 +511,10 @@ class Runner:
             # which a call may have viewed as another dtype, and autograd would forbid writes to it. A mark is
             # made again only of a view that has one.
             made = self.lowered.buffers[self.plan.find(o.buffer.name)].kind != "input"
-            return self._view(o, apart=made)
+            return self.view(o, apart=made)
         if isinstance(o, tuple) and o and o[0] == "input":
             return f"arg{o[1]}"
-        return self._argument(o)
+        return self.value(o)
 
     def _text(self, i: Index) -> str:
         return repr(i) if isinstance(i, ix.Poly) else str(i)

@@ -207,6 +207,8 @@ class Lowering(DefinitionBuilder):
             return library(self, node, self.claims[node])
         row = table().get(node.target)
         if row is not None and lowerable(node):
+            if not self._emits(node):
+                return left_over(self, node, f"{self.vendor.name} emits no code for it")
             if no_elements(val):
                 shape, dtype = self.meta(node)
                 return Value(shape, dtype, lambda idx: ex.const(0, dtype))
@@ -219,6 +221,11 @@ class Lowering(DefinitionBuilder):
                 return left_over(self, node, str(e))
             return self._settle(node, result)
         return left_over(self, node, "no lowering and no library claim")
+
+    def _emits(self, node: fx.Node) -> bool:
+        """Whether the vendor writes kernels for a call that has a rule: all, unless it says otherwise."""
+        emits = getattr(self.vendor, "emits", None)
+        return emits is None or emits(node)
 
     def arguments(self, node: fx.Node, called: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """called: as a call takes them, numbers made of sizes as the host computes them."""

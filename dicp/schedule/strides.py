@@ -71,9 +71,11 @@ def affine_window(flat: Index, idx: Indices, shape: Shape) -> tuple[Shape, Index
     if any(isinstance(a, ix.Opaque) for a in ix.atoms(flat)):
         return None
     step: Index = 1
-    for k in range(len(shape) - 1, -1, -1):  # a dim of size 1 gets a stride that reaches past the dims behind it
+    # A dim of size 1 gets a stride that reaches past the dims behind it: by it libraries see that a batch of
+    # one image is channels-last.
+    for k in range(len(shape) - 1, -1, -1):
         if shape[k] == 1:
-            strides[k] = step  # libraries take a batch of one image for channels-last by this one too
+            strides[k] = step
         else:
             reach = strides[k] * shape[k]
             step = max(step, reach) if isinstance(step, int) and isinstance(reach, int) else reach

@@ -34,7 +34,6 @@ class Claim:
     name: str
     emit: Callable[[Any, Any], Any]
     out: bool = False
-    accepts: Callable[[fx.Node], bool] = lambda node: True
     strides: Callable[[Any, fx.Node, Sequence[Any]], Any] = lambda lowering, node, args: None
     prepare: Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]] | None = None
     as_traced: bool = False
@@ -155,6 +154,14 @@ class GraphVendor(Protocol):
 
         Where the vendor has a `load`, what this returns is pickled to be kept, so it holds what its toolchain
         made (bytes, not handles) and unpickles to something that runs."""
+
+
+class Emits(Protocol):
+    """What a kernel vendor has besides, where its kernels cannot have every op, dtype or size."""
+
+    def emits(self, node: fx.Node) -> bool:
+        """Whether it writes kernels for this call of an aten op, views among them. Those it does not are
+        externs, unless it claims them."""
 
 
 class Packs(Protocol):

@@ -4,6 +4,7 @@ file is taken for another's."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import pickle
@@ -338,6 +339,19 @@ def test_packages_of_operators_are_in_the_tag() -> None:
 
     vendor, config = CpuGraph(), Config.make()
     assert saved.cache_tag(vendor, config, found) != saved.cache_tag(vendor, config, {"numpy": "1"})
+
+
+def test_the_sources_of_a_vendors_package_are_in_the_tag(tmp_path: Path, monkeypatch: Any) -> None:
+    text = "from dicp.vendor.cpu_graph import CpuGraph\nclass Chip(CpuGraph):\n    name = 'chip'\n"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tags = set()
+    for number in range(2):  # two states of one package, as two processes see them
+        name = f"chip{number}_of_the_tests"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+        (tmp_path / name / "emit.py").write_text(f"WORD = {number}\n")
+        tags.add(saved.cache_tag(importlib.import_module(name).Chip(), Config.make()))
+    assert len(tags) == 2
 
 
 def test_the_tag_knows_which_kernels_of_attention_are_allowed() -> None:

@@ -155,6 +155,35 @@ def test_a_candidate_that_fails_is_not_taken(timer: Timer, caplog: pytest.LogCap
     assert claim.name == "mm: few rows"
 
 
+def test_a_candidate_that_computes_something_else_is_not_taken(
+    timer: Timer, caplog: pytest.LogCaptureFixture
+) -> None:
+    gm = graph_of(product, X, W)
+    *_, last = names(Config.make())
+
+    def build(one: Any, claims: dict[Any, Claim]) -> Any:
+        wrong = next(iter(claims.values())).name == last
+        return lambda args: [torch.full((2, 512), 7.0) if wrong else args[0] @ args[1]]
+
+    with caplog.at_level(logging.WARNING, logger="dicp.tuning"):
+        (claim,) = choose_claims(gm, cpu, Config.make("max-autotune"), build).values()
+    assert claim.name != last and last not in timer.calls[0]
+    assert f"{last} gives other results than" in caplog.text
+
+
+def test_a_candidate_may_raise_anything(timer: Timer) -> None:
+    gm = graph_of(product, X, W)
+    *_, last = names(Config.make())
+
+    def build(one: Any, claims: dict[Any, Claim]) -> Any:
+        if next(iter(claims.values())).name == last:
+            raise KeyError("a vendor's")
+        return list
+
+    (claim,) = choose_claims(gm, cpu, Config.make("max-autotune"), build).values()
+    assert claim.name == timer.calls[0][-1] != last
+
+
 def test_programs_compiled_after_measuring_are_kept_apart() -> None:
     tags = {cache_tag(cpu, Config.make(mode)) for mode in ("default", "max-autotune-no-cudagraphs")}
     assert len(tags) == 2

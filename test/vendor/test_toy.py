@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toy
+from torch._dynamo.exc import BackendCompilerFailed
 
 import dicp
 from dicp.compiler import observe
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import backend_for
+from dicp.errors import VendorError
 from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
+from dicp.vendor.base import Claim
 
 HERE = Path(__file__).parent
 
@@ -46,6 +49,7 @@ CASES = {
     "scatter": (lambda x, i, y: x.index_add(0, i, y), r(9, 5), torch.tensor([1, 1, 3]), r(3, 5)),
     "mutation": (put, r(9, 5), torch.tensor([3, 1]), r(2, 5)),
     "libraries": (block, r(4, 8), r(8, 8), r(8)),
+    "convolution": (lambda x, w: F.conv2d(x, w, padding=1).relu(), r(2, 3, 5, 5), r(4, 3, 3, 3)),
     "bfloat16": (lambda x: x.softmax(1) * x, r(4, 9).bfloat16()),
     "integers": (
         lambda x, y: (x // y, x % y, x & y, x << 2, ~x, x > y),
@@ -86,6 +90,74 @@ def test_a_vendor_is_told_that_a_compile_begins() -> None:
     f = torch.compile(lambda x: x + 1, backend=backend_for(Warm()))
     f(torch.ones(3)), f(torch.ones(3))
     assert told == [(False, 3)]
+
+
+class Faulty(toy.Toy):
+    """Whose function of one name is another's."""
+
+    def __init__(self, **instead: Any) -> None:
+        self.__dict__.update(instead)
+
+
+def failure(vendor: Any, fn: Any = lambda x: x @ x + 1) -> VendorError:
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(fn, backend=backend_for(vendor))(r(4, 4))
+    error = raised.value.__cause__ or raised.value.inner_exception
+    assert isinstance(error, VendorError), error
+    return error
+
+
+def fails(*args: Any) -> Any:
+    raise KeyError("no such word")
+
+
+@pytest.mark.parametrize("what", ["available", "claim", "assemble"])
+def test_what_a_vendor_raises_names_it(what: str) -> None:
+    error = failure(Faulty(**{what: fails}))
+    assert f"toy.{what} failed" in str(error) and "KeyError: 'no such word'" in str(error)
+    assert isinstance(error.__cause__, KeyError)
+    assert (Path(__file__).name in str(error)) == (what == "claim")
+
+
+def test_a_claim_that_fails_or_is_none() -> None:
+    broken = Claim("matmul", toy.emit_out, out=True, prepare=fails)
+    text = str(failure(Faulty(claim=lambda node, config: broken if "mm" in str(node.target) else None)))
+    assert "the claim 'matmul' of toy for aten.mm.default failed: KeyError" in text and Path(__file__).name in text
+    assert "claims aten.mm.default by True" in str(failure(Faulty(claim=lambda node, config: True)))
+
+
+def test_what_assemble_gives() -> None:
+    """Something to call; AOTAutograd need not be told that it takes a list."""
+    assert "assemble gave None" in str(failure(Faulty(assemble=lambda program, config: None)))
+    x = r(4, 4)
+    plain = Faulty(assemble=lambda program, config: lambda args: [args[0] * 3])
+    torch.testing.assert_close(torch.compile(lambda x: x * 3, backend=backend_for(plain))(x), x * 3)
+
+
+def test_half_a_vendor_is_refused() -> None:
+    class Half:
+        name, device = "half", "cpu"
+
+        def available(self, config: Any) -> None: ...
+
+    with pytest.raises(VendorError, match="lacks supports, keeps, fingerprint, claim, machine, assemble"):
+        backend_for(Half())
+    with pytest.raises(VendorError, match="the class Toy"):
+        backend_for(toy.Toy)
+
+
+def test_a_vendor_may_have_no_kernels_for_an_op() -> None:
+    torch._dynamo.reset()
+    some = Faulty(emits=lambda node: node.target is not torch.ops.aten.digamma.default)
+    seen: list[Any] = []
+    x = torch.rand(5) + 1
+    with observe(seen.append):
+        got = torch.compile(lambda x: x.digamma().exp(), backend=backend_for(some))(x)
+    torch.testing.assert_close(got, x.digamma().exp())
+    (program,) = (c.program for c in seen)
+    assert [str(c.node.target) for c in program.externs] == ["aten.digamma.default"]
+    assert len(program.launches) == 1
 
 
 def test_trains() -> None:
@@ -148,18 +220,49 @@ def test_masked_and_rounded_values_have_a_spelling() -> None:
     )
 
 
-def installed(folder: Path) -> dict[str, str]:
-    """An environment in which a package `toy` with entry points is installed."""
+def installed(folder: Path, *more: str) -> dict[str, str]:
+    """An environment in which a package `toy` with entry points is installed; more: further vendors of it."""
     info = folder / "toy-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[dicp.vendors]\ntoy = toy:vendor\n\n[torch_dynamo_backends]\ntoy = toy:backend\n"
+        "\n".join(["[dicp.vendors]", "toy = toy:vendor", *more]) + "\n\n[torch_dynamo_backends]\ntoy = toy:backend\n"
     )
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
+
+
+def test_packages_that_are_no_vendors_and_one_more_for_the_cpu(tmp_path: Path) -> None:
+    """What ships with dicp comes first, and nothing else of theirs is in the way."""
+    code = """
+        from dicp import info, vendor
+        from dicp.errors import VendorError
+        assert vendor.for_device("cpu").name == "cpu_graph"
+        found = info._vendors()
+        assert found["acme"] == "ready", found
+        assert "of the package toy) cannot be loaded: ModuleNotFoundError" in found["boom"], found
+        assert "the class Toy, not an object of it" in found["aclass"], found
+        try:
+            vendor.get("boom")
+        except VendorError as error:
+            assert "no_such_module:vendor" in str(error)
+        try:
+            vendor.for_device("tpu")
+        except Exception as error:
+            assert "acme (cpu)" in str(error), error
+        print("found")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=installed(tmp_path, "acme = toy:vendor", "boom = no_such_module:vendor", "aclass = toy:Toy"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.split()[-1:] == ["found"], done.stderr
 
 
 def test_installed_package_is_found_by_its_entry_points(tmp_path: Path) -> None:

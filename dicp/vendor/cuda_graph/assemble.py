@@ -267,7 +267,7 @@ class DeviceRunner(Runner):
         if self.interpret:
             if v.buffer.numel == 0:
                 return f"empty(1, dtype={v.buffer.dtype})"
-            tensor = self._view(View(v.buffer, (1,), (1,), v.offset))
+            tensor = self.view(View(v.buffer, (1,), (1,), v.offset))
             return f"{tensor}.view(torch.uint8)" if v.buffer.dtype in FLOAT8 else tensor
         address = self._address(v.buffer)
         if v.offset == 0:
@@ -307,7 +307,7 @@ class DeviceRunner(Runner):
             return f"empty(1, dtype={b.dtype})"  # an address that may be read
         root = self.plan.find(b.name)
         if root in self.plan.offset or root in self.plan.borrowed:
-            return self._view(View(b, (1,), (1,)))
+            return self.view(View(b, (1,), (1,)))
         name = self._tensor_name(b.name)
         return name if self.lowered.buffers[root].dtype == b.dtype else f"{name}.view({b.dtype})"
 
@@ -348,35 +348,10 @@ class DeviceRunner(Runner):
     def _library(self, call: Call) -> None:
         call.claim.emit(self, call)
 
-    def view(self, v: View | None) -> str:
-        """A tensor argument."""
-        return "None" if v is None else self._view(v)
-
-    def value(self, a: Any) -> str:
-        """Any argument."""
-        return self._argument(a)
-
     def name(self, stem: str, what: Any) -> str:
         """A global of the function."""
         self.globals[stem] = what
         return stem
-
-    def into(self, buffer: Buffer) -> str:
-        """Planned memory that a call writes."""
-        return self._view(View(buffer, buffer.shape, buffer.strides))
-
-    def line(self, text: str, note: str = "") -> None:
-        self.lines.append(text + (f"  # {note}" if note else ""))
-
-    def keep(self, call: Call, source: str) -> None:
-        """Take over results that a library allocated: `source` is a tensor, or a tuple of them."""
-        many = isinstance(call.node.meta.get("val"), (tuple, list))
-        for k, b in enumerate(call.results):
-            if not isinstance(b, Buffer):
-                continue
-            self.names[b.name] = b.name
-            item = f"{source}[{k}]" if many else source
-            self.lines.append(f"{b.name} = expect({item}, {self._tuple(b.shape)}, {self._tuple(b.strides)})")
 
 
 class Checks:

@@ -148,7 +148,7 @@ class ToyRunner(Runner):
                 item.claim.emit(self, item)
 
     def flat(self, b: Buffer) -> str:
-        return self._view(View(b, (0 if 0 in b.shape else b.span,), (1,)))
+        return self.view(View(b, (0 if 0 in b.shape else b.span,), (1,)))
 
 
 def function_name(launch: Launch) -> str:
@@ -157,13 +157,19 @@ def function_name(launch: Launch) -> str:
 
 def emit_out(writer: ToyRunner, call: Call) -> None:
     """torch.mm(a, b, out=c), and the like."""
-    out = View(call.outputs[0], call.outputs[0].shape, call.outputs[0].strides)
-    named = {**call.kwargs, "out": out}
-    args = [*map(writer._argument, call.args), *(f"{k}={writer._argument(v)}" for k, v in named.items())]
-    writer.lines.append(f"torch.{call.node.target._opname}({', '.join(args)})")
+    args = [*map(writer.value, call.args), f"out={writer.into(call.outputs[0])}"]
+    writer.line(f"torch.{call.node.target._opname}({', '.join(args)})", call.note)
+
+
+def emit_new(writer: ToyRunner, call: Call) -> None:
+    """A call that allocates its result."""
+    args = ", ".join(map(writer.value, call.args))
+    writer.line(f"result = torch.ops.aten.{call.node.target._opname}({args})", call.note)
+    writer.keep(call, "result")
 
 
 CLAIMS = {op: Claim(op._opname, emit_out, out=True) for op in (aten.mm.default, aten.bmm.default)}
+CLAIMS[aten.convolution.default] = Claim("convolution", emit_new)
 
 
 class Toy:
