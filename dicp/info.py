@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import dicp
@@ -18,17 +17,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
 
 
 def _vendors() -> dict[str, str]:
@@ -53,6 +41,7 @@ def collect() -> dict[str, Any]:
 
     from dicp.config import Config
     from dicp.runtime.cache import default_root
+    from dicp.runtime.cpu import cpu_name
     from dicp.vendor.cpu_graph import toolchain
 
     config = Config.make(None, None)
@@ -64,7 +53,7 @@ def collect() -> dict[str, Any]:
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "os": platform.platform(),
-        "cpu": cpu_model(),
+        "cpu": cpu_name(),
         "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "isa": toolchain.host_isa(config),

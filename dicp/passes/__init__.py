@@ -18,6 +18,7 @@ from dicp.passes.pack import pack_weights
 from dicp.passes.pad_channels import pad_channels
 from dicp.passes.rewrite_attention import rewrite_attention
 from dicp.passes.rewrite_conv import rewrite_conv
+from dicp.passes.rewrite_conv1d import rewrite_conv1d
 from dicp.passes.rewrite_dot import rewrite_dot
 from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_linear import rewrite_linear
@@ -69,6 +70,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_scatter", rewrite_scatter, "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
     Pass("rewrite_dot", lambda gm, vendor: rewrite_dot(gm), "after attention, which takes its own"),
+    Pass("rewrite_conv1d", rewrite_conv1d, "before all that is for images"),
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_separable", rewrite_separable, "after the convolutions that it is made of, before layout"),

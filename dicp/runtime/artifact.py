@@ -286,4 +286,12 @@ def _load(data: bytes) -> dict[str, Any]:
     return values
 
 
-__all__ = ["Artifact", "NotSaveable", "SavedUnit", "check_surroundings", "sources_digest", "surroundings", "vendor_digest"]
+__all__ = [
+    "Artifact",
+    "NotSaveable",
+    "SavedUnit",
+    "check_surroundings",
+    "sources_digest",
+    "surroundings",
+    "vendor_digest",
+]

@@ -386,14 +386,14 @@ class DefinitionBuilder:
             self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), expr, idx))
         return View(self.padded[key], value.shape, apart)
 
-    def in_order(self, value: Any, order: tuple[int, ...]) -> View:
+    def in_order(self, value: Value | Buffer, order: tuple[int, ...]) -> View:
         """A value as a window whose dims lie in memory in `order`, outermost first."""
-        view = value if isinstance(value, View) else self.operand(value, order=order)
+        view = self.operand(value, order=order)
         wanted = dense_strides(view.shape, order)
         if strides_agree(view.strides, wanted, view.shape):
             return view
         idx = self.index_vars(view.shape)
-        expr = value(idx) if isinstance(value, Value) else view.buffer.value()(idx)
+        expr = value(idx) if isinstance(value, Value) else value.value()(idx)
         buffer = self.new_buffer(view.shape, view.buffer.dtype, wanted)
         self.out.defs.append(
             Pointwise((buffer,), f"layout change {note_of(self.node)}", loop_vars(idx), expr, idx)

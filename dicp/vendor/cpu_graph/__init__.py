@@ -42,7 +42,8 @@ class CpuGraph:
         return candidates(node, config)
 
     def device_name(self, config: Any) -> str:
-        from dicp.vendor.cpu_graph.toolchain import cpu_model, host_isa
+        from dicp.runtime.cpu import cpu_model
+        from dicp.vendor.cpu_graph.toolchain import host_isa
 
         return f"{cpu_model()}, {host_isa(config)}"
 

@@ -67,16 +67,16 @@ def packs(node: fx.Node) -> str | None:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether a product is ahead of a dicp::conv: of patches of an image, and of 1x1 windows and a sum, where
-    oneDNN takes 1.06 to 1.5 times as long as tiles for UNet's skips (384 channels to 128 at 64x64, 1024 to
-    512 at 16x16; two Zen 5 cores)."""
+    """Whether a product is ahead of a dicp::conv: of patches of an image, and of 1x1 windows whose result is
+    large, or has a sum, where oneDNN takes 1.06 to 1.5 times as long as tiles for UNet's skips (384 channels
+    to 128 at 64x64, 1024 to 512 at 16x16; two Zen 5 cores)."""
     conv = convolution_of(node)
     if conv is None:
         return False
     if cuts_patches(conv):
         return can_be_product(node, conv)
-    added = conv.pointwise and node.args[3] is not None
-    return added and conv.dtype == torch.float32 and halved_by_mkl()
+    added = node.args[3] is not None and halved_by_mkl()
+    return conv.pointwise and conv.dtype == torch.float32 and (added or matmul.result_is_large(node))
 
 
 def _pair(x: Any) -> list[int]:

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 
 from dicp.config import Config
 from dicp.errors import OptionError, ToolchainError
+from dicp.runtime.cpu import cpu_flags
 from dicp.runtime.entry import content_hash
 
 log = logging.getLogger("dicp.build")
@@ -176,36 +177,6 @@ def _remember(memory: Path | None, stamp: str, identity: str) -> None:
 
 
 # -- the machine
-
-
-@functools.lru_cache(maxsize=1)
-def cpu_flags() -> frozenset[str]:
-    """Feature words of this CPU as Linux spells them; empty where unknown."""
-    try:
-        with open("/proc/cpuinfo") as f:
-            for line in f:
-                if line.startswith(("flags", "Features")):
-                    return frozenset(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return frozenset()
-
-
-@functools.lru_cache(maxsize=1)
-def cpu_model() -> str:
-    """The processor's model, numbers included where Linux tells them: makers sell many under one name."""
-    words = {}
-    try:
-        with open("/proc/cpuinfo") as f:
-            for line in f:
-                name, _, value = line.partition(":")
-                if not name.strip():
-                    break
-                words[name.strip()] = value.strip()
-    except OSError:
-        pass
-    known = [words[k] for k in ("model name", "cpu family", "model", "stepping") if k in words]
-    return " ".join(known) or platform.processor() or platform.machine()
 
 
 def host_isa(config: Config) -> str:

@@ -258,13 +258,13 @@ def _strides(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Any:
     return [strides(v) for v in vals]
 
 
-def _gradients_in_layout(lowering: Any, args: list[Any]) -> list[Any]:
+def _gradients_in_layout(lowering: Any, args: Sequence[Any], wanted: list[Any]) -> list[Any]:
     """The result's gradient and the image, both channels-last where the image is."""
     if len(args[1].shape) == 4:
-        args[1] = lowering.operand(args[1])
-        if _channels_last(args[1]):
-            args[0] = lowering.in_order(args[0], (0, 2, 3, 1))
-    return args
+        wanted[1] = lowering.operand(wanted[1])
+        if _channels_last(wanted[1]):
+            wanted[0] = lowering.in_order(args[0], (0, 2, 3, 1))
+    return wanted
 
 
 def _in_layout(node: fx.Node) -> Callable[[Any, fx.Node, Sequence[Any]], Sequence[Any]]:
@@ -281,7 +281,7 @@ def _in_layout(node: fx.Node) -> Callable[[Any, fx.Node, Sequence[Any]], Sequenc
             if isinstance(source, fx.Node) and "dicp_layout" in source.meta:
                 wanted[k] = lowering.in_order(args[k], source.meta["dicp_layout"])
         if backward:
-            return _gradients_in_layout(lowering, wanted)
+            return _gradients_in_layout(lowering, args, wanted)
         if len(node.meta["val"].shape) == 4 and _parts(node.args, node.target)[7] == 1:
             wanted[0] = lowering.operand(wanted[0])
             if _channels_last(wanted[0]):

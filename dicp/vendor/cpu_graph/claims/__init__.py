@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.passes.freeze import is_constant
+from dicp.runtime.cpu import cpu_maker
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import (
     attention,
@@ -34,7 +35,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     onednn_has,
 )
 from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
-from dicp.vendor.cpu_graph.claims.matmul import cpu_maker, prefers_onednn
+from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn
 
 __all__ = [
     "candidates",

@@ -95,7 +95,7 @@ def _prepare_conv(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence
     count = 3 if node.target is aten.convolution_backward.default else 1
     wanted = [in_layout(lowering, node, args, k) for k in range(count)]
     if count == 3 and len(wanted[1].shape) == 4 and channels_last(wanted[1]):
-        wanted[2] = lowering.in_order(wanted[2], (0, 2, 3, 1))  # which the library would do, more slowly
+        wanted[2] = lowering.in_order(args[2], (0, 2, 3, 1))  # which the library would do, more slowly
     rest = (
         args[count:] if count == 3 else dense(2)(lowering, node, args)[1:]
     )  # the bias of a forward convolution
@@ -172,7 +172,7 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
             if wanted[k] is not None:
                 wanted[k] = in_layout(lowering, n, args, k)
         if wanted[3] is not None and "dicp_layout" in n.meta:
-            wanted[3] = lowering.in_order(wanted[3], n.meta["dicp_layout"])
+            wanted[3] = lowering.in_order(args[3], n.meta["dicp_layout"])
         return wanted
 
     claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare, over=OTHER)

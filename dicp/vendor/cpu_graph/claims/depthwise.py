@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.runtime.cpu import cpu_flags
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import (
@@ -27,7 +28,6 @@ from dicp.vendor.cpu_graph.claims.common import (
 )
 from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.expression import STORAGE
-from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 SPARED_BYTES = 1.0
 """Bytes, as the layout pass counts them, that a multiplication spares where oneDNN is far from any limit in

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import known_equal, known_true, size_hint
+from dicp.runtime.cpu import cpu_flags
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import activation_of
@@ -24,7 +25,6 @@ from dicp.vendor.cpu_graph.claims.operands import (
     prepare,
     reads,
 )
-from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
 FEW_ROWS = 8
 """Rows up to which the template is ahead of oneDNN and MKL for weights that come from memory: it reads each

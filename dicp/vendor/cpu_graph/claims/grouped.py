@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.runtime.cpu import cpu_maker
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.schedule.strides import dense_strides, order_of
 from dicp.vendor.base import Claim
@@ -23,7 +24,6 @@ from dicp.vendor.cpu_graph.claims.common import (
     transposed,
 )
 from dicp.vendor.cpu_graph.claims.gemm import pairs_workspace, workspace
-from dicp.vendor.cpu_graph.claims.matmul import cpu_maker
 from dicp.vendor.cpu_graph.claims.operands import Operands, product_words
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available

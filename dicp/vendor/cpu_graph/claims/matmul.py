@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ import torch.fx as fx
 from dicp.compat import known_equal, known_true, size_hint
 from dicp.ir import index as ix
 from dicp.passes.freeze import PACKED
+from dicp.runtime.cpu import cpu_flags, cpu_maker
 from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import order_of
 from dicp.vendor.base import Claim, dense
@@ -34,18 +33,6 @@ from dicp.vendor.cpu_graph.claims.gemm import gemm, gemm_packed, gemm_pairs
 from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
 from dicp.vendor.cpu_graph.claims.operands import is_batched, operands_of
 from dicp.vendor.cpu_graph.microkernels import available
-from dicp.vendor.cpu_graph.toolchain import cpu_flags
-
-
-@functools.cache
-def cpu_maker() -> str:
-    """ "amd", "intel" or "other"."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return "other"
-    return "amd" if "AuthenticAMD" in text else "intel" if "GenuineIntel" in text else "other"
-
 
 SHALLOW = {True: 1024, False: 512}
 """With AVX-512, and without: depth up to which oneDNN's float32 products err about twice as much as MKL's.

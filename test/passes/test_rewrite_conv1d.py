@@ -1,0 +1,84 @@
+"""rewrite_conv1d: convolutions of rows become those of images of one line, and what lies between goes along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from graphs import CheckPass, claims, graph_of, graphs_of
+
+from dicp.ir.printer import show
+from dicp.passes.canonicalize import canonicalize
+from dicp.passes.rewrite_conv1d import rewrite_conv1d
+
+T = torch.Tensor
+
+
+def two(x: T, w: T, b: T, scale: T, u: T) -> T:
+    return F.conv1d(torch.relu(F.conv1d(x, w, b, stride=2, padding=1) * scale) + 1, u)
+
+
+def normalised(x: T, w: T, mean: T, var: T) -> T:
+    return F.silu(F.batch_norm(F.conv_transpose1d(x, w, stride=2), mean, var)) + x.mean()
+
+
+class TestRewriteConv1d(TestCase, CheckPass):
+    def test_what_lies_between_goes_along(self) -> None:
+        g = canonicalize(graph_of(two, (2, 3, 16), (6, 3, 3), (6,), (6, 1), (4, 6, 2)))
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv1d, g, claims())),
+            """\
+graph(arg0_1: f32[2,3,16], arg1_1: f32[6,3,3], arg2_1: f32[6], arg3_1: f32[6,1], arg4_1: f32[4,6,2]):
+  v0: f32[2,3,1,16] = unsqueeze(arg0_1, 2)
+  v1: f32[6,3,1,3] = unsqueeze(arg1_1, 2)
+  v2: f32[2,6,1,8] = convolution(v0, v1, arg2_1, [1,2], [0,1], [1,1], False, [0,0], 1)
+  v3: f32[6,1,1] = unsqueeze(arg3_1, 1)
+  v4: f32[2,6,1,8] = mul(v2, v3)
+  v5: f32[2,6,1,8] = relu(v4)
+  v6: f32[2,6,1,8] = add(v5, 1)
+  v7: f32[4,6,1,2] = unsqueeze(arg4_1, 2)
+  v8: f32[2,4,1,7] = convolution(v6, v7, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v9: f32[2,4,7] = squeeze.dim(v8, 2)
+  return v9
+""",
+        )
+
+    def test_norms_too(self) -> None:
+        g = canonicalize(graph_of(normalised, (2, 3, 16), (3, 6, 4), (6,), (6,)))
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv1d, g, claims())),
+            """\
+graph(arg0_1: f32[2,3,16], arg1_1: f32[3,6,4], arg2_1: f32[6], arg3_1: f32[6]):
+  v0: f32[2,3,1,16] = unsqueeze(arg0_1, 2)
+  v1: f32[3,6,1,4] = unsqueeze(arg1_1, 2)
+  v2: f32[2,6,1,34] = convolution(v0, v1, None, [1,2], [0,0], [1,1], True, [0,0], 1)
+  v3: (f32[2,6,1,34], f32[0], f32[0]) = _native_batch_norm_legit_no_training(v2, None, None, arg2_1, arg3_1, 0.1, 1e-05)
+  v4: f32[2,6,1,34] = v3[0]
+  v5: f32[2,6,1,34] = sigmoid(v4)
+  v6: f32[2,6,1,34] = mul(v4, v5)
+  v7: f32[] = mean(arg0_1)
+  v8: f32[2,6,1,34] = add(v6, v7)
+  v9: f32[2,6,34] = squeeze.dim(v8, 2)
+  return v9
+""",
+        )
+
+    def test_gradients(self) -> None:
+        x, w = (torch.randn(s, requires_grad=True) for s in ((2, 3, 16), (6, 3, 3)))
+        graphs = graphs_of(lambda x, w: F.conv1d(x, w, padding=1).sin().sum(), x, w, train=True)
+        text = show(self.check(rewrite_conv1d, canonicalize(graphs["backward"]), claims()))
+        self.assertIn("convolution_backward", text)
+        self.assertIn("[1,1], [0,1], [1,1]", text)
+
+    def test_symbolic_sizes(self) -> None:
+        g = canonicalize(graph_of(lambda x, w: F.conv1d(x, w).relu(), (2, 3, 16), (6, 3, 3), dynamic=True))
+        self.assertIn("[1,1], [0,0], [1,1]", show(self.check(rewrite_conv1d, g, claims())))
+
+    def test_other_strides_stay(self) -> None:
+        """Rows whose channels are dense make images that are channels-last, as is what comes of them."""
+        dense: Any = torch.randn(2, 16, 3).transpose(1, 2)
+        g = canonicalize(graph_of(lambda x, w: F.conv1d(x, w).relu(), dense, (6, 3, 3)))
+        text = show(g)
+        self.assertEqual(show(self.check(rewrite_conv1d, g, claims())), text)
