@@ -178,6 +178,19 @@ def test_pairs_of_a_weight_that_a_kernel_writes() -> None:
         check(fn, x, weight, s, claim=("tiles of pairs", "BLAS", "oneDNN"))
 
 
+def test_a_weight_that_a_kernel_writes_lies_as_it_is_read() -> None:
+    """Not column by column, where the product takes it turned."""
+    seen: list[Compiled] = []
+    x, w = torch.randn(96, 200), torch.randn(130, 200)
+    with observe(seen.append):
+        got = torch.compile(lambda x, w: x @ (w - w.mean(1, True)).t(), backend="dicp_cpu")(x, w)
+    torch.testing.assert_close(got, x @ (w - w.mean(1, True)).t(), rtol=1e-4, atol=1e-4)
+    (call,) = seen[0].program.library_calls
+    assert "tiles" in call.claim.name
+    (turned,) = (v for v in call.args if tuple(v.shape) == (200, 130))
+    assert turned.strides == (1, 200)
+
+
 @pytest.mark.chosen
 @pytest.mark.parametrize(
     "fn, sizes",

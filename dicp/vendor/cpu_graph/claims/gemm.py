@@ -66,7 +66,7 @@ def gemm(label: str, node: fx.Node) -> Claim | None:
         f"{label}: tiles",
         lambda writer, call: _emit(writer, call, at, "gemm"),
         out=True,
-        prepare=lambda lowering, n, args: prepare(lowering, args, at, columns_of_x=True),
+        prepare=lambda lowering, n, args: prepare(lowering, n, args, at, columns_of_x=True),
         workspace=lambda lowering, n, args: workspace(lowering, args, at),
     )
 
@@ -90,7 +90,7 @@ def gemm_pairs(label: str, node: fx.Node) -> Claim | None:
         f"{label}: tiles of pairs",
         lambda writer, call: _emit(writer, call, at, "gemm_pairs"),
         out=True,
-        prepare=lambda lowering, n, args: _prepare_pairs(lowering, args, at),
+        prepare=lambda lowering, n, args: _prepare_pairs(lowering, n, args, at),
         workspace=lambda lowering, n, args: pairs_workspace(lowering, rows, depth),
     )
 
@@ -129,13 +129,15 @@ def panels(weight: torch.Tensor) -> torch.Tensor:
     return whole.reshape(count, PACKED_PANEL, depth // 2, 2).transpose(1, 2).contiguous()
 
 
-def _prepare_pairs(lowering: Any, args: Sequence[Any], at: Operands) -> Sequence[Any]:
+def _prepare_pairs(
+    lowering: Any, node: fx.Node, args: Sequence[Any], at: Operands
+) -> Sequence[Any]:
     """Rows of x that start with a pair, and a weight along the depth, also where a kernel writes it."""
     order = (0, 1) if at.transposed else (1, 0)
     args = list(args)
     w = lowering.operand(args[at.w], order=order)
     args[at.w] = w if w.strides[order[-1]] == 1 else lowering.in_order(args[at.w], order)
-    prepared = list(prepare(lowering, args, at))
+    prepared = list(prepare(lowering, node, args, at))
     if not all(isinstance(s, int) and s % 2 == 0 for s in prepared[at.x].strides[:-1]):
         prepared[at.x] = lowering.operand(args[at.x], dense=True)
     return prepared

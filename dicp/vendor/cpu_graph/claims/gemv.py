@@ -53,7 +53,7 @@ def gemv(label: str, node: fx.Node) -> Claim | None:
         f"{label}: few rows",
         lambda writer, call: _emit(writer, call, at),
         out=True,
-        prepare=lambda lowering, n, args: prepare(lowering, args, at),
+        prepare=lambda lowering, n, args: prepare(lowering, n, args, at),
     )
 
 
@@ -65,7 +65,7 @@ def gemv_or(label: str, node: fx.Node, other: Claim) -> Claim | None:
         return None
 
     def arguments_of(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        args = prepare(lowering, args, at)
+        args = prepare(lowering, n, args, at)
         return args if other.prepare is None else other.prepare(lowering, n, args)
 
     def emit(writer: Any, call: Call) -> None:

@@ -14,7 +14,6 @@ from dicp.ir import index as ix
 from dicp.passes.freeze import PACKED
 from dicp.runtime.cpu import cpu_flags, cpu_maker
 from dicp.schedule.defs import Call, View
-from dicp.schedule.strides import order_of
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
@@ -31,7 +30,7 @@ from dicp.vendor.cpu_graph.claims.common import (
 )
 from dicp.vendor.cpu_graph.claims.gemm import gemm, gemm_packed, gemm_pairs
 from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
-from dicp.vendor.cpu_graph.claims.operands import is_batched, operands_of
+from dicp.vendor.cpu_graph.claims.operands import as_traced, is_batched, operands_of
 from dicp.vendor.cpu_graph.microkernels import available
 
 SHALLOW = {True: 1024, False: 512}
@@ -296,18 +295,7 @@ def prefers_panels(node: fx.Node) -> bool:
 
 
 def _as_traced(*positions: int) -> Callable[..., Sequence[Any]]:
-    """For BLAS: what has to be written for the call lies in the order that it was traced in, so that what is
-    computed from a weight is written as the weight lies, not transposed; what is in memory stays as it is."""
-
-    def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        args = list(args)
-        for k in positions:
-            order = order_of(node.args[k].meta["val"])  # type: ignore[union-attr]
-            if len(order) == 2 or order[0] == 0:  # batches outermost, or BLAS copies all of them
-                args[k] = lowering.operand(args[k], order=order)
-        return args
-
-    return prepare
+    return lambda lowering, node, args: as_traced(lowering, node, args, *positions)
 
 
 def _operands(*positions: int, weight: int) -> Callable[..., Sequence[Any]]:
@@ -317,7 +305,8 @@ def _operands(*positions: int, weight: int) -> Callable[..., Sequence[Any]]:
 
     def prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         args = list(as_dense(lowering, node, args))
-        view = lowering.operand(args[weight])
+        view = as_traced(lowering, node, args, weight)[weight]
+        view = lowering.operand(view)
         args[weight] = view if _nests(view) else lowering.operand(args[weight], dense=True)
         return args
 

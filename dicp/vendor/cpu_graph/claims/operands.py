@@ -12,6 +12,7 @@ import torch.fx as fx
 from dicp.compat import known_equal
 from dicp.ir import index as ix
 from dicp.schedule.defs import Call, View
+from dicp.schedule.strides import order_of
 from dicp.vendor.cpu_graph.claims.common import FLOATS, activation_of, argument, aten, dtype_of
 from dicp.vendor.cpu_graph.expression import STORAGE
 
@@ -68,17 +69,31 @@ def is_batched(node: fx.Node) -> bool:
     return node.target in (aten.bmm.default, aten.baddbmm.default)
 
 
-def prepare(lowering: Any, args: Sequence[Any], at: Operands, columns_of_x: bool = False) -> Sequence[Any]:
+def as_traced(lowering: Any, node: fx.Node, args: Sequence[Any], *positions: int) -> list[Any]:
+    """What has to be written for the call lies in the order that it was traced in, so that what is computed
+    from a weight is written as the weight lies, not transposed; what is in memory stays as it is."""
+    args = list(args)
+    for k in positions:
+        order = order_of(node.args[k].meta["val"])  # type: ignore[union-attr]
+        if len(order) == 2 or order[0] == 0:  # batches outermost, or BLAS copies all of them
+            args[k] = lowering.operand(args[k], order=order)
+    return args
+
+
+def prepare(
+    lowering: Any, node: fx.Node, args: Sequence[Any], at: Operands, columns_of_x: bool = False
+) -> Sequence[Any]:
     """Dense rows of x (or columns, if those may be), dense bias and other, and a weight of which one dim is
     dense."""
-    args = list(args)
+    given = args[at.w]
+    args = as_traced(lowering, node, args, at.w)
     for k in (at.bias, at.other, at.scale):
         if k is not None and k < len(args) and args[k] is not None:
             args[k] = lowering.operand(args[k], dense=True)
     x, w = lowering.operand(args[at.x]), lowering.operand(args[at.w])
     lies_well = len(x.shape) == len(w.shape) and (x.strides[-1] == 1 or columns_of_x and x.strides[-2] == 1)
     args[at.x] = x if lies_well else lowering.operand(args[at.x], dense=True)
-    args[at.w] = w if 1 in w.strides[-2:] else lowering.operand(args[at.w], dense=True)
+    args[at.w] = w if 1 in w.strides[-2:] else lowering.operand(given, dense=True)
     return args
 
 
