@@ -289,6 +289,13 @@ def test_read_only_cache_still_serves_and_new_builds_go_elsewhere(
                 folder.chmod(0o700)
 
 
+def test_a_name_that_is_too_long(open_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(open_dir / ("c" * 300))
+    with caplog.at_level(logging.WARNING):
+        built = store.get_or_build(KEY, writer())
+    assert (built / "unit.so").exists() and "cannot be made (File name too long)" in caplog.text
+
+
 def test_unwritable_home(
     open_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

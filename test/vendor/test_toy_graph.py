@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ import toy_graph
 from graphs import graph_of
 from torch.autograd import forward_ad
 
+import dicp
 from dicp.compiler import Compiled, compile_graph, observe
 from dicp.config import Config
-from dicp.errors import DicpError
+from dicp.errors import DicpError, VendorError
 from dicp.ir.verify import insert
 
 
@@ -59,6 +61,25 @@ def test_a_tangent_is_refused() -> None:
         run(r(3))
         with pytest.raises(DicpError, match="tangent"):
             run(forward_ad.make_dual(r(3), r(3)))
+
+
+@pytest.mark.parametrize(
+    ("gives", "text"),
+    [
+        (lambda x: [x.double()], "gave torch.float64 [1, 4], where torch.float32 [1, 4] is due"),
+        (lambda x: [x[0]], "gave torch.float32 [4], where torch.float32 [1, 4] is due"),
+        (lambda x: x, "gave Tensor, a tuple of 1 is due"),
+        (lambda x: [x, x], "gave list, a tuple of 1 is due"),
+    ],
+)
+def test_a_part_that_gives_something_else(gives: Callable[..., Any], text: str) -> None:
+    class Wrong(toy_graph.ToyGraph):
+        def build(self, gm: torch.fx.GraphModule, config: Any) -> Callable[..., Any]:
+            return gives
+
+    torch._dynamo.reset()
+    with pytest.raises(VendorError, match=re.escape(text)):
+        torch.compile(lambda x: x.exp() * 2, backend=dicp.backend(Wrong()))(r(1, 4))
 
 
 def test_a_part_is_given_memory_that_holds_the_elements() -> None:
