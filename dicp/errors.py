@@ -25,14 +25,17 @@ class UnsupportedOp(DicpError):
     """An operator nobody claims, lowers or decomposes, where falling back is not allowed."""
 
 
+REPORT = (
+    "this is a bug in dicp: report it, with what `python -m dicp.info` prints and DICP_DUMP=<folder> writes"
+)
+
+
 class InternalError(DicpError):
     """A bug of dicp's own; the exception that showed it, if one did, is the cause. The remedy begins with the
     report of it."""
 
     def __init__(self, what: str, *, where: str | Sequence[str] = (), todo: str = "") -> None:
-        with_what = "what `python -m dicp.info` prints and DICP_DUMP=<folder> writes"
-        report = f"this is a bug in dicp: report it, with {with_what}"
-        super().__init__(what, where=where, todo=f"{report}. {todo}" if todo else report)
+        super().__init__(what, where=where, todo=f"{REPORT}. {todo}" if todo else REPORT)
 
 
 class VendorError(DicpError):

@@ -74,7 +74,7 @@ def test_pipeline_page_shows_what_is_dumped(name: str, dump: dict[str, str]) -> 
 def test_pipeline_page_shows_every_stage() -> None:
     assert SHOWN == [
         "00_import.txt",
-        "11_rewrite_linear.txt",
+        "13_rewrite_linear.txt",
         "20_lowered.txt",
         "30_kernels.txt",
         "40_memory.txt",

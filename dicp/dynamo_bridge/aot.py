@@ -23,6 +23,7 @@ from dicp.passes.rematerialize import rematerialize
 from dicp.passes.rounded import round_alike, round_stepped
 from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
+from dicp.vendor.asking import Asked
 from dicp.vendor.base import takes_graphs
 
 ROLES = ("forward", "backward", "inference")
@@ -56,7 +57,7 @@ def compile_joint(
                 gm,
                 example_inputs,
                 **{role: functools.partial(parts.compile, role) for role in ROLES},
-                decompositions=decomposition_table(vendor.keeps, kernels=not takes_graphs(vendor)),
+                decompositions=decomposition_table(Asked(vendor).keeps, kernels=not takes_graphs(vendor)),
                 partitioned=parts.partitioned,
                 tag=tag,
                 entry="" if shortcut is None else shortcut.entry,

@@ -26,6 +26,7 @@ from dicp.passes.rewrite_linears import rewrite_linears
 from dicp.passes.rewrite_norm import rewrite_norm
 from dicp.passes.rewrite_scatter import rewrite_scatter
 from dicp.passes.rewrite_separable import rewrite_separable
+from dicp.passes.rewrite_whole_window import rewrite_whole_window
 from dicp.passes.rng_states import open_rng_states
 from dicp.passes.rules import Claims
 from dicp.passes.split_backward import split_backward
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
     Pass("rewrite_dot", lambda gm, vendor: rewrite_dot(gm), "after attention, which takes its own"),
     Pass("rewrite_conv1d", rewrite_conv1d, "before all that is for images"),
+    Pass("rewrite_whole_window", rewrite_whole_window, "after 1-D ones, before all that is for convolutions"),
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),
     Pass("rewrite_conv", rewrite_conv, "before layout, which asks what is a convolution"),
     Pass("rewrite_separable", rewrite_separable, "after the convolutions that it is made of, before layout"),

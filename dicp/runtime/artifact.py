@@ -40,6 +40,7 @@ from dicp.runtime.entry import Key, content_hash, read_meta
 from dicp.runtime.function import make_function
 from dicp.runtime.pool import POOL
 
+SOURCES = (".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".csv")
 SINGLETONS: dict[str, Any] = {"ARENA": ARENA, "POOL": POOL}
 """One per process: named in a pickle, not copied."""
 
@@ -200,7 +201,7 @@ def _package_digest(name: str) -> str:
 
 
 def _digest(folder: Path) -> str:
-    files = sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".c", ".h", ".csv"))
+    files = sorted(p for p in folder.rglob("*") if p.suffix in SOURCES)
     parts = b"".join(str(p.relative_to(folder)).encode() + b"\0" + p.read_bytes() for p in files)
     return content_hash(parts)
 

@@ -30,6 +30,7 @@ log = logging.getLogger("dicp")
 Call = Callable[[list[Any]], Any]
 RESTLESS = 8  # runs of the constant program in a row, each for one call, before a warning says so
 UNCOUNTED = "some weights were made under torch.inference_mode(), where changes leave no trace"
+MOST_CHANNELS = 1 << 16  # longer vectors are tables
 _versions = operator.attrgetter("_version")
 _addresses = torch.Tensor.data_ptr
 _differ = ctypes.PyDLL(None).memcmp  # which keeps the interpreter's lock: these are short
@@ -91,7 +92,11 @@ def _by_position(state: State) -> list[tuple[int, bytes]]:
 
 def _may_be_statistics(w: torch.Tensor) -> bool:
     """Whether this may be a running mean or variance. Only where they can be compared without a wait."""
-    return w.dim() == 1 and w.device.type == "cpu" and w.is_contiguous() and not isinstance(w, nn.Parameter)
+    vector = w.dim() == 1 and w.is_contiguous() and w.is_floating_point() and 0 < w.numel() <= MOST_CHANNELS
+    if not vector or w.device.type != "cpu" or isinstance(w, nn.Parameter) or not w.data_ptr():
+        return False
+    end = (w.storage_offset() + w.numel()) * w.itemsize
+    return w.untyped_storage().nbytes() >= end
 
 
 @dataclass(eq=False)

@@ -11,7 +11,20 @@ from typing import Any
 
 import sympy
 from sympy.logic.boolalg import Boolean
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PowByNatural, PythonMod
+from torch.utils._sympy.functions import (
+    CleanDiv,
+    FloatTrueDiv,
+    FloorDiv,
+    IntTrueDiv,
+    Max,
+    Min,
+    Mod,
+    PowByNatural,
+    PythonMod,
+    RoundToInt,
+    ToFloat,
+    TruncToInt,
+)
 
 _RELATIONS = {
     sympy.Eq: "==",
@@ -22,15 +35,19 @@ _RELATIONS = {
     sympy.GreaterThan: ">=",
 }
 _INFIX = {sympy.Add: "+", sympy.Mul: "*", sympy.And: "and", sympy.Or: "or"}
-_DIVISIONS = {FloorDiv: "//", CleanDiv: "//", Mod: "%", PythonMod: "%"}
+_DIVISIONS = {FloorDiv: "//", CleanDiv: "//", Mod: "%", PythonMod: "%", IntTrueDiv: "/", FloatTrueDiv: "/"}
+_CONVERSIONS = {ToFloat: "float", TruncToInt: "int", RoundToInt: "round"}
 
 
 def python_text(e: Any) -> str | None:
-    """The expression of integers as Python text, its symbols by name; None where it is not spelled here."""
+    """The expression as Python text, its symbols by name; None where it is not spelled here. Of floats, too,
+    of which sympy does not keep NaN, infinities and the zero's sign."""
     if isinstance(e, sympy.Integer):
         return str(e) if e >= 0 else f"({e})"
     if isinstance(e, sympy.Symbol):
-        return str(e) if e.is_integer and str(e).isidentifier() else None
+        return str(e) if str(e).isidentifier() else None
+    if isinstance(e, sympy.Float):
+        return repr(float(e))
     if e is sympy.true or e is sympy.false:
         return repr(bool(e))
     parts = [python_text(a) for a in e.args]
@@ -45,6 +62,8 @@ def python_text(e: Any) -> str | None:
         return f"({parts[0]} {_DIVISIONS[kind]} {parts[1]})"
     if kind in (sympy.Pow, PowByNatural) and isinstance(e.args[1], sympy.Integer) and e.args[1] > 0:
         return f"({parts[0]} ** {parts[1]})"
+    if kind in _CONVERSIONS:
+        return f"{_CONVERSIONS[kind]}({parts[0]})"
     if kind is sympy.Not:
         return f"(not {parts[0]})"
     if kind in (Max, Min):

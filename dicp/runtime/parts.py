@@ -191,13 +191,11 @@ def _results(found: Any, due: Sequence[Any], vendor: str) -> Any:
         if wanted is None:
             continue
         dtype, shape = wanted
-        if t.dtype != dtype or len(t.shape) != len(shape) or any(
-            want not in (None, n) for n, want in zip(t.shape, shape, strict=True)
-        ):
+        gave = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+        fits = isinstance(t, torch.Tensor) and t.dtype == dtype and len(t.shape) == len(shape)
+        if not fits or any(want not in (None, n) for n, want in zip(t.shape, shape, strict=True)):
             sizes = ["?" if n is None else n for n in shape]
-            raise VendorError(
-                f"{vendor}: a part gave {t.dtype} {list(t.shape)}, where {dtype} {sizes} is due"
-            )
+            raise VendorError(f"{vendor}: a part gave {gave}, where {dtype} {sizes} is due")
     return found
 
 

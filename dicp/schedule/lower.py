@@ -51,6 +51,7 @@ from dicp.schedule.traced import (
     no_elements,
     piece,
 )
+from dicp.vendor.asking import remedy
 from dicp.vendor.base import Claim
 
 aten = torch.ops.aten
@@ -77,6 +78,7 @@ class Lowering(DefinitionBuilder):
         self.mutations: list[tuple[fx.Node, fx.Node]] = []
         self.returned: dict[str, fx.Node] = {}  # buffer -> the tensor, up to views, that the caller has
         self.floats: dict[Any, fx.Node] = {}  # symbol -> what reads it from a tensor; the host at demand only
+        self.scalars: dict[Any, ex.Expr] = {}  # symbol -> the same where it lies, for kernels
         self.dense: dict[fx.Node, Shape] = {}  # calls whose results do not lie as they were traced
         if claims is None:
             calls = [n for n in gm.graph.nodes if n.op == "call_function"]
@@ -117,7 +119,8 @@ class Lowering(DefinitionBuilder):
             claim = self.claims.get(node)
             if claim is not None:
                 what = f"the claim {claim.name!r} of {self.vendor.name} for {node.target} failed"
-                raise VendorError(f"{what}: {type(e).__name__}: {e}", where=user_location(node) or ()) from e
+                said, where = f"{what}: {type(e).__name__}: {e}", user_location(node) or ()
+                raise VendorError(said, where=where, todo=remedy(self.vendor)) from e
             raise InternalError(
                 f"lowering {op_name(node.target)} failed: {type(e).__name__}: {e}",
                 where=user_location(node) or (),
@@ -181,9 +184,10 @@ class Lowering(DefinitionBuilder):
             source = self.values[node.args[0]]  # type: ignore[index]
             if truth:
                 host_step(self, node)
-            else:
-                self.floats[val.node.expr] = node
-            return ex.cast(source((0,) * len(source.shape)), torch.bool if truth else torch.float64)
+            read = ex.cast(source((0,) * len(source.shape)), torch.bool if truth else torch.float64)
+            if not truth:
+                self.floats[val.node.expr], self.scalars[val.node.expr] = node, read
+            return read
         if writes_input(node):
             self.mutations.append((node.args[0], node.args[1]))  # type: ignore[arg-type]
             return self.values[node.args[1]]  # type: ignore[index]
@@ -302,5 +306,6 @@ def _host_scalar(node: fx.Node, lowering: Lowering) -> Any:
     val = node.meta["val"]
     if isinstance(val, (float, bool)):
         return val
-    found = None if isinstance(val, torch.SymBool) else lowering.symbols.scalar(val.node.expr)
-    return Host(val.node.expr) if found is None else found
+    expr = val.node.expr
+    found = None if isinstance(val, torch.SymBool) else lowering.symbols.scalar(expr, lowering.scalars)
+    return Host(expr) if found is None else found

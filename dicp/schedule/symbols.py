@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -122,14 +124,17 @@ class Symbols:
 
         return ix.evaluate(i, symbol)  # type: ignore[no-any-return]
 
-    def scalar(self, e: sympy.Expr) -> Expr | None:
-        """A float computed from sizes, as a float64 expression; None where an operation has no primitive."""
+    def scalar(self, e: sympy.Expr, read: Mapping[sympy.Expr, Expr] = MappingProxyType({})) -> Expr | None:
+        """A float computed from sizes and from what is `read`, as a float64 expression; None where an
+        operation has no primitive."""
+        if e in read:
+            return read[e]
         if isinstance(e, (sympy.Float, sympy.Rational, sympy.Integer)) or e.is_number:
             return ex.const(float(e), torch.float64)
         if e.is_integer and not isinstance(e, sympy.Symbol) or isinstance(e, sympy.Symbol) and e.is_integer:
             return ex.cast(ex.index_value(self.index(e)), torch.float64)
         name = type(e).__name__
-        parts = [self.scalar(a) for a in e.args]
+        parts = [self.scalar(a, read) for a in e.args]
         if any(p is None for p in parts) or not parts:
             return None
         args: list[Any] = parts

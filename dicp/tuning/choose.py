@@ -48,9 +48,9 @@ def choose_claims(
 def candidates(vendor: Any, node: fx.Node, config: Any) -> Sequence[Claim]:
     """The vendor's claims for a node, its own choice first; one, of a vendor that offers no others."""
     if hasattr(vendor, "candidates"):
-        found = list(ask(vendor, "candidates", node, config, node=node) or ())
+        found = list(ask(vendor, "candidates", node, config) or ())
     else:
-        claim = ask(vendor, "claim", node, config, node=node)
+        claim = ask(vendor, "claim", node, config)
         found = [] if claim is None else [claim]
     for claim in found:
         if not isinstance(claim, Claim):
@@ -109,11 +109,12 @@ class Tuner:
             try:
                 run = self.compile_one(gm, {call: claim})
                 results = run(list(sets[0]))
+                expected = expected or results
+                alike = timing.agree(call, expected, results)
             except Exception as e:  # a vendor's code may raise anything
                 log.info("%s of %s failed: %s", claim.name, call, str(e).partition("\n")[0])
                 continue
-            expected = expected or results
-            if timing.agree(call, expected, results):
+            if alike:
                 runs[claim.name] = run
             else:
                 names = (claim.name, next(iter(runs)))

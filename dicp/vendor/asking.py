@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from dicp.errors import DicpError, VendorError
+from dicp.errors import REPORT, DicpError, VendorError
 from dicp.ir.printer import user_location
 from dicp.vendor.base import takes_graphs
 
@@ -15,17 +16,39 @@ _EVERY = ("name", "device", "available", "supports", "keeps", "fingerprint")
 _KERNEL = ("claim", "machine", "assemble")
 
 
-def ask(vendor: Any, what: str, *args: Any, node: fx.Node | None = None) -> Any:
-    """What the vendor's function `what` returns; node: the call that it is asked about. Raises VendorError
-    where that raises anything but a DicpError or a lack of memory."""
-    try:
-        return getattr(vendor, what)(*args)
-    except (DicpError, torch.OutOfMemoryError):
-        raise
-    except Exception as e:  # a vendor's code may raise anything
-        about = "" if node is None else f" on {node.target}"
-        where = "" if node is None else user_location(node) or ""
-        raise VendorError(f"{vendor.name}.{what} failed{about}: {type(e).__name__}: {e}", where=where) from e
+class Asked:
+    """A vendor whose functions raise VendorError where they would raise anything but a DicpError or a lack of
+    a device's memory. That names the function, and the call of the graph that it was asked about."""
+
+    def __init__(self, vendor: Any) -> None:
+        self._vendor = vendor
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._vendor, name)
+        return functools.partial(self._ask, name, value) if callable(value) else value
+
+    def _ask(self, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (DicpError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:  # a vendor's code may raise anything
+            node = next((a for a in args if isinstance(a, fx.Node)), None)
+            about = "" if node is None else f" on {node.target}"
+            where = "" if node is None else user_location(node) or ""
+            what = f"{self._vendor.name}.{name} failed{about}: {type(e).__name__}: {e}"
+            raise VendorError(what, where=where, todo=remedy(self._vendor)) from e
+
+
+def remedy(vendor: Any) -> str:
+    """What to do about a vendor's bug; the default, of others' vendors, is the empty text."""
+    own = vendor._vendor if isinstance(vendor, Asked) else vendor
+    return REPORT if type(own).__module__.partition(".")[0] == "dicp" else ""
+
+
+def ask(vendor: Any, what: str, *args: Any) -> Any:
+    """What the vendor's function `what` returns. Raises as `Asked` does."""
+    return getattr(Asked(vendor), what)(*args)
 
 
 def require_whole(vendor: Any, name: str) -> None:
@@ -38,4 +61,4 @@ def require_whole(vendor: Any, name: str) -> None:
         raise VendorError(f"vendor {name!r} ({type(vendor).__name__}) lacks {', '.join(missing)}")
 
 
-__all__ = ["ask", "require_whole"]
+__all__ = ["Asked", "ask", "remedy", "require_whole"]

@@ -178,6 +178,7 @@ FLOATS: dict[str, Any] = {
     "truncated": lambda x, s: x + int(s.item()),
     "rounded": lambda x, s: x * round(s.item()),
     "both": lambda x, s: (s.item(), s.item() + 1, x * s.item(), x.sum() + int(s.item() * 2.5)),
+    "kernel's": lambda x, s: x * (s.item() * 2 + 1),
     "computed": lambda x, s: x * int((x.sum() * 0 + s).item()),
 }
 
@@ -189,6 +190,15 @@ def test_numbers_made_of_a_float_read_from_data(name: str) -> None:
     for value in (1.5, -2.75, 0.0):
         x, s = torch.randn(4, 5), torch.tensor(value)
         torch.testing.assert_close(f(x, s), fn(x, s))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
+def test_floats_that_are_no_numbers_of_sympys(value: float) -> None:
+    def fn(x: torch.Tensor, s: torch.Tensor) -> Any:
+        return s.item() * 2, s.item() > 1.0, s.item() / 2, x + s.item() * 2
+
+    got, want = (g(torch.ones(3), torch.tensor(value)) for g in (torch.compile(fn, backend="dicp_cpu"), fn))
+    assert repr(got) == repr(want)
 
 
 SELECTED: dict[str, Fn] = {

@@ -11,6 +11,7 @@ from graphs import CheckPass, claims, graph_of, graphs_of
 
 from dicp.ir.printer import show
 from dicp.passes.canonicalize import canonicalize
+from dicp.passes.facts import ROUNDED
 from dicp.passes.rewrite_conv1d import rewrite_conv1d
 
 T = torch.Tensor
@@ -82,3 +83,30 @@ graph(arg0_1: f32[2,3,16], arg1_1: f32[3,6,4], arg2_1: f32[6], arg3_1: f32[6]):
         g = canonicalize(graph_of(lambda x, w: F.conv1d(x, w).relu(), dense, (6, 3, 3)))
         text = show(g)
         self.assertEqual(show(self.check(rewrite_conv1d, g, claims())), text)
+
+    def test_what_is_noted_of_rows_is_so_of_the_images(self) -> None:
+        g = canonicalize(graph_of(lambda x, w: (F.conv1d(x, w) * 3).floor(), (2, 3, 16), (6, 3, 3)))
+        for node in g.graph.nodes:
+            if node.op == "call_function":
+                node.meta[ROUNDED] = True
+        rewrite_conv1d(g, claims())
+        images = [n for n in g.graph.nodes if n.op == "call_function" and n.meta["val"].shape == (2, 6, 1, 14)]
+        self.assertEqual([n.meta.get(ROUNDED) for n in images], [True] * 3)
+
+    def test_norms_of_matrices_are_no_images(self) -> None:
+        """What is read as an image because of broadcasting is none for who normalises it."""
+
+        def f(x: T, w: T, h: T, mean: T, var: T) -> tuple[T, T]:
+            return F.conv1d(x, w) + h, F.batch_norm(h, mean, var)
+
+        g = canonicalize(graph_of(f, (2, 3, 16), (6, 3, 1), (6, 16), (16,), (16,)))
+        text = show(self.check(rewrite_conv1d, g, claims()))
+        self.assertIn("(f32[6,16], f32[0], f32[0]) = _native_batch_norm", text)
+
+    def test_all_results_or_none(self) -> None:
+        x = torch.randn(2, 16, 3, requires_grad=True)
+        w, b = (torch.randn(s, requires_grad=True) for s in ((6, 3, 3), (6,)))
+        fn = lambda x, w, b: F.conv1d(x.transpose(1, 2), w, b).sin().sum()  # noqa: E731
+        graphs = graphs_of(fn, x, w, b, train=True)
+        text = show(self.check(rewrite_conv1d, canonicalize(graphs["backward"]), claims()))
+        self.assertEqual(text.count("= convolution_backward("), 1)

@@ -16,6 +16,9 @@ from torch.utils._sympy.functions import (
     Mod,
     PowByNatural,
     PythonMod,
+    RoundToInt,
+    ToFloat,
+    TruncToInt,
 )
 
 import dicp.compiler
@@ -61,10 +64,20 @@ def test_integers_asked_for_as_numbers_are_floats() -> None:
 
 
 def test_the_rest_is_left_to_sympy() -> None:
-    expr = FloatTrueDiv(sympy.Float(1.0), a + sympy.Float(1.5))
+    expr = sympy.sqrt(a) + sympy.Float(1.5)
     assert python_text(expr) is None
     values: dict[str, object] = {}
-    assert eval(host_number(expr, values, "f"), values, {"a": 2}) == pytest.approx(1 / 3.5)
+    assert eval(host_number(expr, values, "f"), values, {"a": 4}) == pytest.approx(3.5)
+
+
+def test_floats_are_pythons() -> None:
+    """Which has NaN, infinities and the zero's sign."""
+    z = sympy.Symbol("zuf0", real=True)
+    expr = FloatTrueDiv(2.5 * z, ToFloat(a + 1))
+    assert eval(host_number(expr, {}, "f"), {}, {"a": 1, "zuf0": float("inf")}) == float("inf")
+    assert eval(host_size(TruncToInt(z), {}, "f"), {}, {"zuf0": -2.75}) == -2
+    assert eval(host_size(RoundToInt(z), {}, "f"), {}, {"zuf0": 2.5}) == 2
+    assert eval(host_number(z > 1.0, {}, "f"), {}, {"zuf0": float("nan")}) is False
 
 
 def test_temporaries_of_an_unbacked_input_size_live_in_the_arena() -> None:

@@ -112,12 +112,13 @@ def fails(*args: Any) -> Any:
     raise KeyError("no such word")
 
 
-@pytest.mark.parametrize("what", ["available", "claim", "assemble"])
+@pytest.mark.parametrize("what", ["available", "keeps", "supports", "claim", "machine", "assemble"])
 def test_what_a_vendor_raises_names_it(what: str) -> None:
-    error = failure(Faulty(**{what: fails}))
+    error = failure(Faulty(**{what: fails}), lambda x: F.linear(x, x).relu() + 1)
     assert f"toy.{what} failed" in str(error) and "KeyError: 'no such word'" in str(error)
     assert isinstance(error.__cause__, KeyError)
-    assert (Path(__file__).name in str(error)) == (what == "claim")
+    assert (Path(__file__).name in str(error)) == (what in ("claim", "supports"))
+    assert "report it" not in str(error) and "adding_a_vendor" in str(error)
 
 
 def test_a_claim_that_fails_or_is_none() -> None:
