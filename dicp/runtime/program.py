@@ -41,8 +41,8 @@ own memory do; or there, and what is saved for a backward too."""
 
 @dataclass(frozen=True)
 class BuildStats:
-    """What one build came to: distinct units found in the cache and compiled, and wall seconds. (cuda_graph
-    has Triton look them up, and counts all as compiled.)"""
+    """What one build came to: distinct units found in the cache and compiled (where the vendor knows which;
+    else all count as compiled), and wall seconds."""
 
     hits: int = 0
     compiled: int = 0
