@@ -57,7 +57,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], int, Any, str]] = {
     "no padding": ((1, 16, 11, 6), 16, 0, "normal"),
     "wide padding": ((2, 20, 13, 12), 33, (0, 2), "normal"),  # so many positions that no product takes its gradients
     "one tile": ((1, 3, 2, 2), 5, 1, "normal"),
-    "two results": ((1, 8, 3, 4), 1, 0, "normal"),  # a single one is a product
+    "two positions": ((1, 8, 3, 4), 3, 0, "normal"),  # a window of a whole image is a product
     "several blocks": ((1, 140, 24, 23), 200, 1, "normal"),
     "many tiles": ((1, 40, 50, 47), 72, 1, "normal"),
     "many tiles, slices of results": ((2, 300, 37, 34), 200, 1, "normal"),
