@@ -12,7 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv="${DICP_VENV:-$PWD/.venv}"
 made_with="$venv/.dicp_torch_spec"
-torch_spec="${DICP_TORCH_SPEC:-$(cat "$made_with" 2>/dev/null || echo torch==2.13.0)}"
+installed_torch() {  # of an environment that says no more: its PyTorch stays
+  "$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch").partition("+")[0])' 2>/dev/null
+}
+torch_spec="${DICP_TORCH_SPEC:-$(cat "$made_with" 2>/dev/null || installed_torch || echo torch==2.13.0)}"
 stamp="$venv/.dicp_setup"
 
 say() { printf 'setup: %s\n' "$*" >&2; }
