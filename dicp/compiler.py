@@ -30,7 +30,7 @@ from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
 from dicp.schedule.partition import partition
 from dicp.tuning.choose import choose_claims
-from dicp.vendor.asking import Asked, ask
+from dicp.vendor.asking import Asked
 from dicp.vendor.base import takes_graphs
 
 _numbers = itertools.count()
@@ -84,7 +84,7 @@ def compile_graph(
     with Progress(name) as progress:
         kept: ResultMemory = "saved" if role == "forward" else "kept"
         results = kept if config.keep_results else "new"
-        compiled = _compile(gm, _Job(name, role, vendor, config, progress, results))
+        compiled = _compile(gm, _Job(name, role, Asked(vendor), config, progress, results))
     for observer in list(_observers):
         observer(compiled)
     return compiled
@@ -110,7 +110,7 @@ class _Job:
 def _compile(gm: fx.GraphModule, job: _Job) -> Compiled:
     job.dump.graph("00_import", gm)
     with job.step("passes"):
-        gm = run_passes(gm, Asked(job.vendor), job.config, job.dump.on_pass)
+        gm = run_passes(gm, job.vendor, job.config, job.dump.on_pass)
         split = split_frozen(gm)
     if split is None:
         return _build(gm, job)
@@ -126,14 +126,14 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         verify(gm)
     if takes_graphs(vendor):
         with step("partition"):
-            parts = partition(gm, lambda node: ask(vendor, "supports", node.target, node))
+            parts = partition(gm, lambda node: vendor.supports(node.target, node))
         with step("build"):
             program, call = assemble_parts(name, gm, parts, vendor, config)
         return _done(Compiled(name, job.role, call, program, job.seconds), dump)
     with step("choose"):
         claims = choose_claims(gm, vendor, config, lambda one, its: _compile_one(one, vendor, config, its))
     with step("lower"):
-        lowered = lower(gm, Asked(vendor), config, claims)
+        lowered = lower(gm, vendor, config, claims)
     dump.definitions("20_lowered", lowered)
     with _begun(vendor, lowered, config) as begun:
         with step("fuse"):
@@ -155,7 +155,7 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
 
 def _assembled(vendor: Any, program: Program, config: Any) -> Callable[[list[Any]], Any]:
     """The vendor's function, which takes one list (AOTAutograd unpacks what is not marked so)."""
-    call = ask(vendor, "assemble", program, config)
+    call = vendor.assemble(program, config)
     if not callable(call):
         raise VendorError(f"{vendor.name}.assemble gave {call!r}, which is no function of a list of inputs")
     if getattr(call, "_boxed_call", False):
@@ -200,7 +200,7 @@ def _compile_one(
 ) -> Callable[[list[Any]], Any]:
     """The way from here on, for the graph of one call that is to be measured."""
     plain = dataclasses.replace(config, debug=0, dump=None)
-    lowered = lower(gm, Asked(vendor), plain, claims)
+    lowered = lower(gm, vendor, plain, claims)
     with _begun(vendor, lowered, plain) as begun:
         items = build_kernels(fuse(lowered), lowered)
         program = make_program("candidate", lowered, items, plan_memory(items, lowered))

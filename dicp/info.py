@@ -24,13 +24,13 @@ def _vendors() -> dict[str, str]:
     from dicp import vendor as vendors
     from dicp.config import Config
     from dicp.errors import VendorError
-    from dicp.vendor.asking import ask
+    from dicp.vendor.asking import Asked
 
     config = Config.make(None, None)
     found = {}
     for name in vendors.names():
         try:
-            found[name] = ask(vendors.get(name), "available", config) or "ready"
+            found[name] = Asked(vendors.get(name)).available(config) or "ready"
         except VendorError as error:
             found[name] = error.what
     return found

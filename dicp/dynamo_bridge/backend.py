@@ -97,16 +97,16 @@ def _compile(
     from dicp.dynamo_bridge.aot import compile_joint
     from dicp.dynamo_bridge.constant_masks import fold_masks
     from dicp.errors import DicpError
-    from dicp.vendor.asking import ask
+    from dicp.vendor.asking import Asked
 
     config = Config.make(mode, options)
-    problem = ask(vendor, "available", config)
+    problem = Asked(vendor).available(config)
     if problem:
         raise DicpError(f"{vendor.name} cannot run here: {problem}")
     if config.numerics != "eager":
         fold_masks(gm)
     if hasattr(vendor, "warm_up"):
-        ask(vendor, "warm_up", gm, config)
+        Asked(vendor).warm_up(gm, config)
     return compile_joint(gm, example_inputs, vendor, config)
 
 

@@ -28,7 +28,7 @@ from dicp.runtime.artifact import Artifact, sources_digest, vendor_digest
 from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
 from dicp.runtime.frozen import Frozen
-from dicp.vendor.asking import ask
+from dicp.vendor.asking import Asked
 
 # the vendor and the config of the compile that torch loads something for
 _Compile = tuple[Any, Config] | None
@@ -214,7 +214,7 @@ def cache_tag(vendor: Any, config: Config, packages: Mapping[str, str | None] = 
         sources_digest(),
         vendor.name,
         vendor_digest(vendor),
-        ask(vendor, "fingerprint", config),
+        Asked(vendor).fingerprint(config),
         config.fingerprint(),
         torch.get_num_threads(),
         torch.get_default_dtype(),

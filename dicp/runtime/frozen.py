@@ -40,13 +40,13 @@ _all: weakref.WeakSet[Frozen] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class State:
-    """What weights are compared by; versions: None where they have no counters; contents: position, address
-    and bytes of those whose writes may not be counted."""
+    """What weights are compared by; versions: None where they have no counters; contents: by position,
+    address and bytes of those whose writes may not be counted."""
 
     ids: tuple[int, ...]
     addresses: list[int]
     versions: list[int] | None
-    contents: list[tuple[int, int, bytes]]
+    contents: dict[int, tuple[int, bytes]]
 
     @staticmethod
     def of(ids: tuple[int, ...], weights: Sequence[torch.Tensor]) -> State:
@@ -55,11 +55,11 @@ class State:
             versions = list(map(_versions, weights))
         except RuntimeError:  # made under torch.inference_mode(), where writes leave no trace
             versions = None
-        contents = [
-            (k, w.data_ptr(), ctypes.string_at(w.data_ptr(), w.nbytes))
+        contents = {
+            k: (w.data_ptr(), ctypes.string_at(w.data_ptr(), w.nbytes))
             for k, w in enumerate(weights)
             if _may_be_statistics(w)
-        ]
+        }
         return State(ids, list(map(_addresses, weights)), versions, contents)
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
@@ -68,7 +68,7 @@ class State:
             self.versions is not None
             and list(map(_versions, weights)) == self.versions
             and list(map(_addresses, weights)) == self.addresses
-            and not any(_differ(address, then, len(then)) for _, address, then in self.contents)
+            and not any(_differ(address, then, len(then)) for address, then in self.contents.values())
         )
 
     def write(self, weights: Set[int]) -> None:
@@ -80,14 +80,8 @@ class State:
         """Names of the weights that differ."""
         before = zip(self.ids, self.addresses, self.versions or self.ids, strict=True)
         after = zip(now.ids, now.addresses, now.versions or now.ids, strict=True)
-        then = dict(_by_position(self))
-        rewritten = {k for k, bits in _by_position(now) if then.get(k, bits) != bits}
         pairs = enumerate(zip(names, before, after, strict=True))
-        return [name for k, (name, a, b) in pairs if a != b or k in rewritten]
-
-
-def _by_position(state: State) -> list[tuple[int, bytes]]:
-    return [(k, bits) for k, _, bits in state.contents]
+        return [n for k, (n, a, b) in pairs if a != b or self.contents.get(k) != now.contents.get(k)]
 
 
 def _may_be_statistics(w: torch.Tensor) -> bool:

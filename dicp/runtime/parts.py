@@ -32,7 +32,6 @@ from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size
 from dicp.schedule.strides import dense_strides, order_of
 from dicp.schedule.traced import may_be_marked
-from dicp.vendor.asking import ask
 from dicp.vendor.base import Claim, GraphVendor
 
 
@@ -51,7 +50,7 @@ def assemble_parts(
             claim = Claim(f"{vendor.name}: part of {step.calls} calls", lambda writer, call: None)
             program.items.append(Call((), "", step.outputs[-1], claim=claim))
             program.sources[f"part{step.number}.txt"] = show(step.gm, locations=True)
-            writer.part(step, ask(vendor, "build", step.gm, config), vendor.name)
+            writer.part(step, vendor.build(step.gm, config), vendor.name)
             continue
         writer.call(step)
         if step.target is not operator.getitem and not is_size(step) and not writes_input(step):

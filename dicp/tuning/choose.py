@@ -21,7 +21,6 @@ from dicp.runtime.cache import open_store
 from dicp.tuning import timing
 from dicp.tuning.costs import Costs, key_of, measured, recorded
 from dicp.tuning.one_call import CompileOne, describe, one_call
-from dicp.vendor.asking import ask
 from dicp.vendor.base import Claim
 
 log = logging.getLogger("dicp.tuning")
@@ -48,9 +47,9 @@ def choose_claims(
 def candidates(vendor: Any, node: fx.Node, config: Any) -> Sequence[Claim]:
     """The vendor's claims for a node, its own choice first; one, of a vendor that offers no others."""
     if hasattr(vendor, "candidates"):
-        found = list(ask(vendor, "candidates", node, config) or ())
+        found = list(vendor.candidates(node, config) or ())
     else:
-        claim = ask(vendor, "claim", node, config)
+        claim = vendor.claim(node, config)
         found = [] if claim is None else [claim]
     for claim in found:
         if not isinstance(claim, Claim):

@@ -46,11 +46,6 @@ def remedy(vendor: Any) -> str:
     return REPORT if type(own).__module__.partition(".")[0] == "dicp" else ""
 
 
-def ask(vendor: Any, what: str, *args: Any) -> Any:
-    """What the vendor's function `what` returns. Raises as `Asked` does."""
-    return getattr(Asked(vendor), what)(*args)
-
-
 def require_whole(vendor: Any, name: str) -> None:
     """Raises VendorError where this is no vendor, or one that lacks a part of the protocol."""
     if isinstance(vendor, type):
@@ -61,4 +56,4 @@ def require_whole(vendor: Any, name: str) -> None:
         raise VendorError(f"vendor {name!r} ({type(vendor).__name__}) lacks {', '.join(missing)}")
 
 
-__all__ = ["Asked", "ask", "remedy", "require_whole"]
+__all__ = ["Asked", "remedy", "require_whole"]

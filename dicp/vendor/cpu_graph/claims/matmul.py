@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from dicp.compat import known_equal, known_true, size_hint
 from dicp.ir import index as ix
+from dicp.passes.facts import bytes_of
 from dicp.passes.freeze import PACKED
 from dicp.runtime.cpu import cpu_flags, cpu_maker
 from dicp.schedule.defs import Call, View
@@ -103,8 +104,7 @@ def result_is_large(node: fx.Node) -> bool:
 
 
 def _result_bytes(node: fx.Node) -> int:
-    result = node.meta["val"]
-    return size_hint(result.numel()) * result.element_size()  # type: ignore[no-any-return]
+    return bytes_of(node.meta["val"])
 
 
 def _onednn_serves(node: fx.Node) -> bool:
