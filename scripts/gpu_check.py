@@ -37,8 +37,8 @@ Found = dict[str, Any]
 class Report:
     """The results so far, in a file after each."""
 
-    def __init__(self, out: Path, seconds: float) -> None:
-        self.out, self.end = out, time.monotonic() + seconds
+    def __init__(self, out: Path, seconds: float, models: Sequence[str] = MODELS) -> None:
+        self.out, self.end, self.models = out, time.monotonic() + seconds, tuple(models)
         self.parts: dict[str, Any] = {"environment": environment()}
 
     @property
@@ -162,9 +162,9 @@ def first_part(report: Report, gate: Gate, workers: int) -> None:
     with gate.shut(), tempfile.TemporaryDirectory() as folder:
         tests = start_tests()
         suite = start_conformance(Path(folder), workers)
-        rows = [job("steady", name, BATCH["inference"]) for name in MODELS]
+        rows = [job("steady", name, BATCH["inference"]) for name in report.models]
         rows.append(job("steady", DECODING, 1, DECODERS))
-        others = [part_of("kernels", "--lock", gate.path), job("overhead", MODELS[0], 1)]
+        others = [part_of("kernels", "--lock", gate.path), job("overhead", report.models[0], 1)]
         wait_for(gate, [*rows, *others], report.left * 0.4)
         report.add("tests", tests_found(tests))
         suite.stop()
@@ -188,7 +188,7 @@ def second_part(report: Report, gate: Gate) -> None:
         rows = [
             bench(Job("steady", name, setting, names, lock=gate.path))
             for setting, names in settings.items()
-            for name in MODELS
+            for name in report.models
         ]
         wait_for(gate, rows, report.left * 0.6)
     take(report, "models", rows)
@@ -244,9 +244,9 @@ def tuned(report: Report, gate: Gate) -> None:
     from dicp.bench.workloads import Setting
 
     setting = Setting("inference", "bf16", device="cuda", batch=BATCH["inference"])
-    end, rows = report.left * 0.4, []
+    end, rows = min(report.left * 0.4, 30.0 * len(report.models)), []
     with gate.shut():
-        for name in reversed(MODELS):
+        for name in reversed(report.models):
             wait_for(gate, rows, report.left - end, but=2)
             if report.left > end:
                 rows.append(bench(Job("steady", name, setting, TUNED, lock=gate.path)))
@@ -443,6 +443,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu_check_results"))
     parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--models", default=",".join(MODELS), help="all by default (cold compiles: all but one)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
@@ -452,7 +453,10 @@ def main() -> int:
     if args.part:
         print(json.dumps(kernels(args.lock)))
         return 0
-    report = Report(args.out, args.seconds)
+    models = args.models.split(",")
+    if unknown := set(models) - set(MODELS):
+        parser.error(f"there is no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    report = Report(args.out, args.seconds, models)
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(folder)
         workers = max(1, len(os.sched_getaffinity(0)) // 3)
