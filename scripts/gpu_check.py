@@ -443,7 +443,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu_check_results"))
     parser.add_argument("--seconds", type=float, default=500.0)
-    parser.add_argument("--models", default=",".join(MODELS), help="all by default (cold compiles: all but one)")
+    parser.add_argument("--models", default=",".join(MODELS), help="all by default; cold compiles: of four")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Test and measure dicp_cuda on a machine with a CUDA GPU, in at most 9 minutes; nothing is installed.
 #   bash scripts/gpu_check.sh [OUT_DIR [SECONDS [PART...]]]   default: gpu_check_results 500, all parts
-# Writes gpu_check.json and gpu_check.md there (--models resnet50: of that model alone). Parts: inference (with the tests, conformance and kernels), tuned, compile, training.
+# Writes gpu_check.json and gpu_check.md there. Parts: inference (with the tests, conformance and kernels), tuned, compile,
+# training. --models resnet50: of that model alone, as a peer may need all of the time to tune it.
 # Needs torch 2.11 or later with its Triton and setuptools, numpy, pytest, transformers. No GPU: exit status 3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
