@@ -65,6 +65,7 @@ class _KernelWriter:
         self.inner = frozenset(a.var for a in tile.r)
         self.checks = any(e.op in ex.CHECKS for s in kernel.body for e in expressions(s))
         self.scans = {r: s for s in kernel.body if isinstance(s, Scan) for r in s.refs}
+        self.streamed: frozenset[str] = frozenset()  # buffers whose stores give way in the cache
 
     def _shape(self, dims: Dims) -> str:
         sizes = [k.upper() if k in dims else "1" for k in self.order]
@@ -145,7 +146,8 @@ class _KernelWriter:
             there = [f"({self.writer.index(n, scope)} > 0)" for n in ix.may_be_empty(s.index)]
             live = " & ".join([live, *there] if live else there)
             if walk is not None and (at := walk.address(s.index)) is not None:
-                first, *others = walk.store(f"{s.buffer} + ({at})", self._kept(s, value), live)
+                kept = self._kept(s, value) + self._past_cache(s)
+                first, *others = walk.store(f"{s.buffer} + ({at})", kept, live)
                 lines += [first + note, *others]
                 continue
             where = self.writer.pointer(s.buffer, s.index, scope, None, dims)
@@ -157,10 +159,13 @@ class _KernelWriter:
         dtype = self.writer.storage[s.buffer]
         return f"d.narrow({text}, {TYPES[dtype]})" if dtype in ex.LOW_PRECISION else text
 
+    def _past_cache(self, s: Store) -> str:
+        return ', cache_modifier=".cs"' if s.buffer in self.streamed else ""
+
     def _store(self, s: Store, where: str, value: str, live: str) -> list[str]:
         mask = f", mask={live}" if live else ""
         if s.mode == "set":
-            return [f"tl.store({where}, {self._kept(s, value)}{mask})"]
+            return [f"tl.store({where}, {self._kept(s, value)}{mask}{self._past_cache(s)})"]
         if not s.unique and not self.tile.ordered:
             bits = 8 * self.writer.storage[s.buffer].itemsize
             if s.mode in ("max", "min") and self.writer.storage[s.buffer].is_floating_point:
@@ -209,14 +214,31 @@ class _KernelWriter:
         if (walk := self.writer.walk) is not None:
             outer.lines += walk.positions(self.writer.index(walk.begin, outer))
         phases, body = self._phases(), list(self.kernel.body)
-        last = max(phases.values(), default=0)
-        for phase in range(last + 1):
-            mine = [s for k, s in enumerate(body) if phases.get(k) == phase]
+        passes = [
+            [s for k, s in enumerate(body) if phases.get(k) == phase]
+            for phase in range(1 + max(phases.values(), default=0))
+        ]
+        rows = [self._rows_read(mine) for mine in passes]
+        for phase, mine in enumerate(passes):
             if mine:
+                later, before = frozenset().union(*rows[phase + 1 :]), frozenset().union(*rows[:phase])
+                last = dict.fromkeys(rows[phase] & before, "evict_first")
+                self.writer.eviction = last | dict.fromkeys(rows[phase] & later, "evict_last")
+                self.streamed = self._rows_written(mine) - frozenset().union(*rows) if last else frozenset()
                 self._phase(mine, phase, outer)
+        self.writer.eviction, self.streamed = {}, frozenset()
         light = [s for k, s in enumerate(body) if k not in phases and isinstance(s, Store)]
         self._stores(light, outer)
         return outer.lines
+
+    def _rows_read(self, statements: list[Statement]) -> frozenset[str]:
+        """Buffers of which a pass with these statements reads whole rows."""
+        loads = [e for s in statements for e in expressions(s) if e.op == "load"]
+        return frozenset(e.args[0] for e in loads if "r" in self.writer.index_dims(e.args[1]))
+
+    def _rows_written(self, statements: list[Statement]) -> frozenset[str]:
+        stores = [s for s in statements if isinstance(s, Store)]
+        return frozenset(s.buffer for s in stores if "r" in self.writer.index_dims(s.index))
 
     def _phases(self) -> dict[int, int]:
         """The pass over the row in which each statement at full level runs."""

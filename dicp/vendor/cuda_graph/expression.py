@@ -135,6 +135,7 @@ class ExpressionWriter:
     def __init__(self, dims: dict[Var, Dims], shape: Callable[[Dims], str], live: dict[str, str]) -> None:
         self.var_dims, self.shape, self.live = dims, shape, live
         self.walk: Walk | None = None  # along rows that begin at no whole vector
+        self.eviction: dict[str, str] = {}  # of the buffers whose rows are read more than once
         self.refs: dict[str, str] = {}
         self.ref_dims: dict[str, Dims] = {}
         self.count = 0
@@ -306,7 +307,10 @@ class ExpressionWriter:
             where, live = f"{buffer} + ({at})", self.walk.read(live, dtype.itemsize)
         else:
             where = self.pointer(buffer, i, scope, mask, want)
-        text = f"tl.load({where}, mask={live}, other=0)" if live else f"tl.load({where})"
+        arguments = f"{where}, mask={live}, other=0" if live else where
+        if "r" in dims and buffer in self.eviction:
+            arguments += f', eviction_policy="{self.eviction[buffer]}"'
+        text = f"tl.load({arguments})"
         return f"d.widen({text})" if dtype in ex.LOW_PRECISION else text
 
     storage: dict[str, torch.dtype]
