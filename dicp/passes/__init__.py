@@ -30,6 +30,7 @@ from dicp.passes.rewrite_whole_window import rewrite_whole_window
 from dicp.passes.rng_states import open_rng_states
 from dicp.passes.rules import Claims
 from dicp.passes.split_backward import split_backward
+from dicp.passes.unfuse_bias import unfuse_bias
 from dicp.passes.widen import widen
 
 __all__ = ["PASSES", "Claims", "OnPass", "Pass", "run_passes"]
@@ -79,6 +80,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("pad_channels", pad_channels, "after the convolutions; before layout, which orders what is padded"),
     Pass("rewrite_linear", rewrite_linear, "after attention, which takes the products inside it"),
     Pass("rewrite_linears", rewrite_linears, "after linear: it joins those calls"),
+    Pass("unfuse_bias", unfuse_bias, "after linear, which takes biases whole"),
     Pass("clean_up", lambda gm, vendor: canonicalize(gm), "after the rewrites: views that met", True),
     Pass("choose_layout", choose_layout, "it counts what the rewrites left"),
     Pass("rewrite_conv_matmul", rewrite_conv_matmul, "after layout: rows are channels-last positions"),

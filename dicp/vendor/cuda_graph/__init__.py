@@ -90,6 +90,12 @@ class CudaGraph:
 
         return padded_channels(node)
 
+    def unfuses_bias(self, node: fx.Node) -> bool:
+        """Whether a kernel better adds the bias of an addmm (dicp.passes.unfuse_bias)."""
+        from dicp.vendor.cuda_graph.products import unfuses_bias
+
+        return unfuses_bias(node)
+
     def device_name(self, config: Any) -> str:
         """What timings depend on: the GPU's model, or that there is none."""
         return "interpreter" if config.interpret else str(torch.cuda.get_device_name())

@@ -181,9 +181,17 @@ def attend(
         open_ = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         mask = mask & open_ if mask.dtype == torch.bool else mask.masked_fill(~open_, -math.inf)
         causal = False
+    if k.shape[1] != q.shape[1] and q.dtype == torch.float32:  # the kernel for these knows no groups
+        k, v = (each_head(t, q.shape[1]) for t in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def each_head(t: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, H, S, D] with each head repeated for its group: [B, heads, S, D]."""
+    group = heads // t.shape[1]
+    return t.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
 
 
 def _attention(node: fx.Node) -> Claim:

@@ -1,0 +1,31 @@
+"""Biases added by kernels, for vendors whose library computes the product alone faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from dicp.passes.facts import aten
+from dicp.passes.rules import Emitter, finish, replace
+
+
+def unfuse_bias(gm: GraphModule, vendor: Any) -> GraphModule:
+    """addmm(b, x, w)  ->  add(mm(x, w), b), where the vendor asks for it: what follows is one kernel with
+    the addition."""
+    ask = getattr(vendor, "unfuses_bias", None)
+    if ask is None:
+        return gm
+    for node in list(gm.graph.nodes):
+        if node.target is aten.addmm.default and _is_plain(node) and ask(node):
+            bias, x, w = node.args
+            emit = Emitter(node)
+            replace(node, emit(aten.add.Tensor, emit(aten.mm.default, x, w), bias))
+    return finish(gm)
+
+
+def _is_plain(node: Node) -> bool:
+    return all(factor == 1 for factor in node.kwargs.values())
+
+
+__all__ = ["unfuse_bias"]
