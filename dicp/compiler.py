@@ -114,7 +114,7 @@ def _compile(gm: fx.GraphModule, job: _Job) -> Compiled:
         split = split_frozen(gm)
     if split is None:
         return _build(gm, job)
-    job.dump.graph("19_split", gm)
+    job.dump.graph("29_split", gm)
     alone = dataclasses.replace(job, name=f"{job.name}_constants", results="new", seconds={})
     constants = _build(split[0], alone)
     return _with_constants(_build(gm, job), constants, split[1], job.vendor)
@@ -134,19 +134,19 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         claims = choose_claims(gm, vendor, config, lambda one, its: _compile_one(one, vendor, config, its))
     with step("lower"):
         lowered = lower(gm, vendor, config, claims)
-    dump.definitions("20_lowered", lowered)
+    dump.definitions("30_lowered", lowered)
     with _begun(vendor, lowered, config) as begun:
         with step("fuse"):
             steps = fuse(lowered)
         with step("kernels"):
             items = build_kernels(steps, lowered)
-        dump.items("30_kernels", items)
+        dump.items("40_kernels", items)
         with step("memory"):
             owned, saved = _kept_inputs(lowered) if job.role == "backward" else (frozenset(), frozenset())
             plan = plan_memory(items, lowered, owned)
         program = make_program(name, lowered, items, plan, owned, job.results, saved)
         program.begun = begun
-        dump.plan("40_memory", program)
+        dump.plan("50_memory", program)
         with step("build"):
             call = _assembled(vendor, program, config)
         program.begun = None

@@ -75,9 +75,9 @@ def test_pipeline_page_shows_every_stage() -> None:
     assert SHOWN == [
         "00_import.txt",
         "13_rewrite_linear.txt",
-        "20_lowered.txt",
-        "30_kernels.txt",
-        "40_memory.txt",
+        "30_lowered.txt",
+        "40_kernels.txt",
+        "50_memory.txt",
         "call.py",
     ]
 

@@ -2,7 +2,7 @@
 
 DICP_DEBUG    1 a line per graph   3 the graph after each pass that changed it   4 generated source   5
 kernel IR
-DICP_DUMP     a folder that receives 00_import.txt ... 40_memory.txt and the generated sources, per graph
+DICP_DUMP     a folder that receives 00_import.txt ... 50_memory.txt and the generated sources, per graph
 TORCH_LOGS    "+dicp": the same lines as DICP_DEBUG=1 through torch's logging
 """
 

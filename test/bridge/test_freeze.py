@@ -568,7 +568,7 @@ def test_dump(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.compile(Scaled().eval(), backend="dicp_cpu", options=FREEZE | {"dump": str(tmp_path)})(X)
     main, constants = sorted(tmp_path.iterdir())
-    assert "folded0" in (main / "20_split.txt").read_text() and (constants / "call.py").exists()
+    assert "folded0" in (main / "29_split.txt").read_text() and (constants / "call.py").exists()
 
 
 def test_second_compile_comes_from_the_cache(scaled: Watched, said: Any) -> None:

@@ -87,9 +87,9 @@ def test_dump_writes_every_stage(tmp_path: Path) -> None:
     files = {f.name: f.read_text() for f in folder.iterdir()}
     assert "00_import.txt" in files and files["00_import.txt"].startswith("graph(")
     assert Path(__file__).name in files["00_import.txt"]
-    assert {"20_lowered.txt", "30_kernels.txt", "40_memory.txt"} <= set(files)
-    assert "kernel " in files["30_kernels.txt"] and "reduce max" in files["30_kernels.txt"]
-    assert files["40_memory.txt"].startswith("arena ")
+    assert {"30_lowered.txt", "40_kernels.txt", "50_memory.txt"} <= set(files)
+    assert "kernel " in files["40_kernels.txt"] and "reduce max" in files["40_kernels.txt"]
+    assert files["50_memory.txt"].startswith("arena ")
     assert any(n.startswith("01_") for n in files) and any("(unchanged)" in t for t in files.values())
     sources = [t for n, t in files.items() if n.endswith(".cpp")]
     assert sources and any("#pragma" in t or "void " in t for t in sources)

@@ -40,9 +40,9 @@ FEW_TILES = 256
 """Rows up to which, in half precision and with up to twice as many terms, launching a kernel less decides."""
 FOLLOWING = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 UNFUSED_ROWS = 64
-"""Rows from which in float32 cuBLAS is slower with a bias: torch asks another library of it then, which takes
-kernels of other tiles. On an H200, 256x3072x768 takes 82 us with one and 32 without, 788x3072x768 121 and
-52."""
+"""Rows from which in float32 cuBLAS is slower with a bias: torch asks another library of its then, which
+takes kernels of other tiles. On an H200 the two products of BERT's MLP take 82 and 47 us for 256 rows with
+one, and at most 32 without; ViT's, for 788, 121 and 66, and at most 52."""
 INSIDE = {"relu": False, "gelu_tanh": True}
 """Activations that cuBLAS computes behind a bias; whether it is GELU."""
 ALIGNED = 8

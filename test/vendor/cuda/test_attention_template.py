@@ -242,3 +242,23 @@ def test_rows_that_a_finite_mask_closes_for_torchs_kernels() -> None:
         assert got[:, :, 2].abs().amin() > 0 and not got[:, :, 3].any()
         rows = [0, 1, 2, 3, 4, 5] if dtype == torch.bfloat16 else [0, 1, 3, 4, 5]
         torch.testing.assert_close(got[:, :, rows], exact[:, :, rows], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_groups_for_torchs_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel for float32 knows no groups: what it has for them instead is a dozen launches."""
+    from dicp.vendor.cuda_graph import claims
+
+    asked: list[Any] = []
+    own = F.scaled_dot_product_attention
+
+    def attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append((k.shape[1], v.shape[1]))
+        return own(q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(claims.F, "scaled_dot_product_attention", attention)
+    q, k, v = (torch.randn(2, h, 5, 16).to(dtype) for h in (6, 2, 2))
+    got = claims.attend(q, k, v, None, True, None)
+    assert asked == [(6, 6) if dtype == torch.float32 else (2, 2)]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, reference(q, k, v, None, True, None), rtol=tolerance, atol=tolerance)

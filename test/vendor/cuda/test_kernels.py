@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -144,9 +145,19 @@ def test_rows_that_begin_at_no_whole_vector_are_read_and_written_by_vectors(conf
     aligned, other = (
         launch.compile_for(source, fn, TARGETS[1], aligned=a).asm["ptx"] for a in (True, False)
     )
-    assert "ld.global.v4.b32" in aligned and "st.global.v4.b32" in aligned
-    assert "ld.global.b16" not in aligned
-    assert "global.v4" not in other and "ld.global.b16" in other
+    loads = set(re.findall(r"ld\.global\S*", aligned))
+    assert loads == {f"ld.global.L1::evict_{when}.L2::cache_hint.v4.b32" for when in ("last", "first")}
+    assert "st.global.cs.v4.b32" in aligned
+    assert ".v4.b32" not in other and "ld.global.L1::evict_last.L2::cache_hint.b16" in other
+
+
+def test_rows_read_again_stay_in_the_cache(config: Config) -> None:
+    """What is read again is kept until then, results give way; nothing is said of rows that are read once."""
+    again = codegen.emit(odd_rows(torch.float32, n=40000)).text
+    assert 'cache_modifier=".cs"' in again
+    assert again.index('"evict_first"') > again.rindex('"evict_last"')
+    once = codegen.emit(odd_rows(torch.float32, n=4000)).text
+    assert "evict" not in once and "cache_modifier" not in once
 
 
 def test_kernels_are_compiled_without_contractions(config: Config) -> None:

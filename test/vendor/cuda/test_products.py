@@ -166,6 +166,39 @@ def test_tf32_where_torch_allows_it(config: Config) -> None:
             torch.backends.cuda.matmul.fp32_precision = before
 
 
+def test_kernels_add_biases_in_float32(cuda_cache: str) -> None:
+    """Where cuBLAS is slower with one: not in half precision, nor by TF32, nor for few rows; nor does it then
+    compute GELU."""
+    from dicp import compiler
+
+    before = torch.backends.cuda.matmul.fp32_precision
+
+    def served(dtype: torch.dtype, rows: int = 256) -> set[str]:
+        x, w, b = (torch.randn(s).to(dtype) for s in ((rows, 48), (64, 48), (64,)))
+        seen: list[Any] = []
+        options = {"interpret": True, "cache_dir": cuda_cache}
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(F.linear(x, w, b), approximate="tanh") + 1
+
+        torch._dynamo.reset()
+        with compiler.observe(seen.append):
+            got = torch.compile(fn, backend=dicp_cuda, options=options)(x)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(got, fn(x), rtol=tolerance, atol=tolerance)
+        lines = [line.partition("#")[0].split() for line in seen[0].program.sources["call.py"].splitlines()]
+        return {words[0].partition("(")[0] for words in lines if words}
+
+    try:
+        assert "mm_out" in served(torch.float32)
+        assert "linear_into" in served(torch.bfloat16)
+        assert "mm_out" not in served(torch.float32, rows=16)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert "linear_into" in served(torch.float32)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 # -- through torch.compile -----------------------------------------------------------------------------------
 
 
