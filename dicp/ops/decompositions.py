@@ -82,11 +82,23 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
         aten.masked_scatter.default: masked_scatter,
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
+        **{op: shuffled(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
         **quantized.decompositions(),
     }
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
     return out
+
+
+def shuffled(op: OpOverload) -> Decomposition:
+    """torch's, which keeps the order of channels-last images: only the CPU's kernels do."""
+    parts = compat.torch_decompositions()[op]
+
+    def decomposed(x: Any, factor: int) -> Any:
+        y: Any = parts(x, factor)
+        return y if x.device.type == "cpu" else y.contiguous()
+
+    return decomposed
 
 
 def of_elements_apart(op: OpOverload) -> Decomposition:

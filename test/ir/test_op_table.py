@@ -531,3 +531,14 @@ class TestDatabase:
             actual = compiled(*tensors)
         if not compiled.random and "empty" not in info.name:
             assert_same(list(actual), expected)
+
+
+@pytest.mark.parametrize("name", ["pixel_shuffle", "pixel_unshuffle"])
+def test_only_the_cpu_shuffles_pixels_in_order(name: str) -> None:
+    """Channels-last images stay so by its kernels, and not by the one of all other devices."""
+    op = getattr(torch.ops.aten, name).default
+    parts = decomposition_table()[op]
+    x = torch.empty(2, 36, 4, 4).contiguous(memory_format=torch.channels_last)
+    anywhere = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+    assert parts(x, 2).stride() == op(x, 2).stride()
+    assert parts(x.to("meta"), 2).stride() == op._op_dk(anywhere, x, 2).stride() != op(x, 2).stride()
