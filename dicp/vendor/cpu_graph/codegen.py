@@ -31,7 +31,14 @@ from dicp.vendor.cpu_graph.loops import (
     vector_loop,
 )
 from dicp.vendor.cpu_graph.ranges import split_ranges
-from dicp.vendor.cpu_graph.turned import Turned, find_turned, tiles
+from dicp.vendor.cpu_graph.turned import (
+    Turned,
+    TurnedRows,
+    find_turned,
+    find_turned_rows,
+    store_turned,
+    tiles,
+)
 
 MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
 
@@ -82,6 +89,7 @@ class _KernelWriter:
         self.phases = self._phase_of()
         self.scratch: list[str] = []
         self.written: set[int] = set()  # outer-level stores of a row kernel that stand already
+        self.kept: dict[int, str] = {}  # places on the stack for the rows of turned stores, by their ids
 
     # -- the function --------------------------------------------------------------------------------------
 
@@ -204,6 +212,10 @@ class _KernelWriter:
             pending.append((s, how, where, value))
         for s, how, where, value in pending:
             note = f"  // {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
+            if id(s) in self.kept:
+                kept = f"{self.kept[id(s)]} + {self.vector_var}"
+                scope.lines.append(f"store({kept}, {value}, {scope.lanes});{note}")
+                continue
             there = [f"{self.writer.index(n, scope)} > 0" for n in ix.may_be_empty(s.index)]
             held = f"if ({' && '.join(there)}) " if there else ""
             scope.lines.append(held + self._store(s, how, where, value, scope) + note)
@@ -246,10 +258,38 @@ class _KernelWriter:
     def _rows(self) -> list[str]:
         outer = Scope()
         shared = self._kept_between_phases()
+        turned = find_turned_rows(self.kernel, self.shape, self.lanes)
+        block = self.writer.fresh("block") if turned is not None else ""
+        if turned is not None:
+            self._keep_rows(turned, block)
         last = max(self.phases.values(), default=0)
         for phase in range(last + 1):
             self._row_phase(phase, outer, shared)
-        return around(self.kernel, self.shape.outer, [*self.scratch, *outer.lines])
+        lines = [*self.scratch, *outer.lines]
+        if turned is None:
+            return around(self.kernel, self.shape.outer, lines)
+        return around(self.kernel, turned.outer, self._blocks(turned, block, lines), extra=1)
+
+    def _keep_rows(self, turned: TurnedRows, block: str) -> None:
+        """Names for the rows of a block, and in `kept` where in them each store's own begins."""
+        width = self.shape.inner[0].size
+        for k in turned.stores:
+            name = self.writer.fresh("turned")
+            self.kept[id(self.kernel.body[k])] = f"{name} + ({turned.axis.var} - {block}) * {width}"
+
+    def _blocks(self, turned: TurnedRows, block: str, lines: list[str]) -> list[str]:
+        """The loop over blocks of rows: each row, and then what is stored turned of all of them."""
+        along, across = self.shape.inner[0], turned.axis.var
+        before, after = [], []
+        for k in turned.stores:
+            s = self.kernel.body[k]
+            assert isinstance(s, Store)
+            name, _, _ = self.kept[id(s)].partition(" ")
+            kind = STORAGE[self.writer.params[s.buffer]]
+            before.append(f"alignas(64) {kind} {name}[LANES * {along.size}];")
+            after.append(store_turned(s, name, turned, along, block))
+        head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
+        return block_loop(turned.axis, block, [*before, head, *indent(lines), "}", *after], self.lanes)
 
     def _row_phase(self, phase: int, outer: Scope, shared: dict[int, list[Expr]]) -> None:
         mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]

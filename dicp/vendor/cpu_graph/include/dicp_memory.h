@@ -222,6 +222,21 @@ template <class T> struct Turned {
   DICP_INLINE const T* column(int64_t k) const { return tile + k * LANES; }
 };
 
+// p[j * stride + k] = rows[k * n + j], of n columns of up to LANES rows
+template <class T> inline void store_turned(T* p, int64_t stride, const T* rows, int64_t n, int64_t count) {
+  for (int64_t j = 0; j < n; j += LANES) {
+    Turned<T> tile;
+    const int64_t columns = n - j < LANES ? n - j : LANES;
+    if (count == LANES) {
+      tile.load(rows + j, n, Full{}, columns);
+      for (int64_t k = 0; k < columns; ++k) __builtin_memcpy(p + (j + k) * stride, tile.column(k), LANES * sizeof(T));
+    } else {
+      tile.load(rows + j, n, Lanes{(int)count}, columns);
+      for (int64_t k = 0; k < columns; ++k) __builtin_memcpy(p + (j + k) * stride, tile.column(k), count * sizeof(T));
+    }
+  }
+}
+
 // scatter: p[idx[i]] = v[i] in lane order, store_strided: p[i * stride] = v[i]
 template <class T, class I, class V, class N, class... M>
 DICP_INLINE void scatter(T* p, I idx, V v, N lanes, M... m) {

@@ -1,0 +1,91 @@
+"""Rows that are reduced and stored along another axis: blocks of them are turned together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dicp.compiler import Compiled, observe
+
+Fn = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    yield
+
+
+def compiled(fn: Fn, *inputs: torch.Tensor, **how: Any) -> tuple[Any, str]:
+    """(results, the generated C++)"""
+    seen: list[Compiled] = []
+    with observe(seen.append):
+        got = torch.compile(fn, backend="dicp_cpu", **how)(*inputs)
+    return got, "\n".join(seen[0].program.sources.values())
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:]).transpose(1, 2).contiguous()
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    eps = torch.finfo(dtype).eps
+    return {"rtol": 8 * eps, "atol": 8 * eps}
+
+
+@pytest.mark.parametrize("columns", [64, 100, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_norms_whose_result_is_wanted_turned(dtype: torch.dtype, columns: int) -> None:
+    """Whole blocks of rows and a last one of fewer; columns that fill vectors, and a tail of them."""
+    x = torch.randn(3, 83, columns).to(dtype)
+    got, text = compiled(norm, x)
+    assert "store_turned(" in text and "store_strided(" not in text
+    torch.testing.assert_close(got.double(), norm(x.double()), **tolerance(dtype))
+
+
+def test_other_reductions_and_results() -> None:
+    """Two results stored turned, of other dtypes, one as it lies, and one of a row alone."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.softmax(x, -1)
+        return y.permute(0, 2, 1).contiguous(), (y > 0.02).mT.contiguous(), y * 2, x.amax(-1)
+
+    x = torch.randn(2, 70, 48)
+    got, text = compiled(fn, x)
+    assert text.count("store_turned(") == 2
+    for a, b in zip(got, fn(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_rows_of_a_symbolic_number() -> None:
+    fn = torch.compile(norm, backend="dicp_cpu", dynamic=True)
+    for rows in (83, 16, 3, 50):
+        x = torch.randn(2, rows, 64)
+        torch._dynamo.mark_static(x, 2)
+        torch.testing.assert_close(fn(x), norm(x))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 64), (2, 83, 5), (1, 16, 64), (2, 40, 40_000)])
+def test_too_few_or_too_long_rows_are_stored_one_by_one(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    got, text = compiled(norm, x)
+    assert "store_turned(" not in text
+    torch.testing.assert_close(got, norm(x))
+
+
+def test_what_is_read_is_not_overwritten_early() -> None:
+    """Written where it is read from, all of a row's reads come first, of which others may be in the block."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.copy_(torch.softmax(x, -1).mT)
+        return x
+
+    x = torch.randn(2, 64, 64)
+    want = torch.softmax(x, -1).mT.clone()
+    got, _ = compiled(fn, x)
+    torch.testing.assert_close(got, want)
