@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -34,9 +35,9 @@ from dicp.vendor.cpu_graph.ranges import split_ranges
 from dicp.vendor.cpu_graph.turned import (
     Turned,
     TurnedRows,
+    block_of_rows,
     find_turned,
     find_turned_rows,
-    store_turned,
     tiles,
 )
 
@@ -89,7 +90,7 @@ class _KernelWriter:
         self.phases = self._phase_of()
         self.scratch: list[str] = []
         self.written: set[int] = set()  # outer-level stores of a row kernel that stand already
-        self.kept: dict[int, str] = {}  # places on the stack for the rows of turned stores, by their ids
+        self.kept: dict[int, str] = {}  # where turned stores, by their ids, go on the stack
 
     # -- the function --------------------------------------------------------------------------------------
 
@@ -213,8 +214,7 @@ class _KernelWriter:
         for s, how, where, value in pending:
             note = f"  // {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
             if id(s) in self.kept:
-                kept = f"{self.kept[id(s)]} + {self.vector_var}"
-                scope.lines.append(f"store({kept}, {value}, {scope.lanes});{note}")
+                scope.lines.append(f"store({self.kept[id(s)]}, {value}, {scope.lanes});{note}")
                 continue
             there = [f"{self.writer.index(n, scope)} > 0" for n in ix.may_be_empty(s.index)]
             held = f"if ({' && '.join(there)}) " if there else ""
@@ -259,37 +259,43 @@ class _KernelWriter:
         outer = Scope()
         shared = self._kept_between_phases()
         turned = find_turned_rows(self.kernel, self.shape, self.lanes)
-        block = self.writer.fresh("block") if turned is not None else ""
-        if turned is not None:
-            self._keep_rows(turned, block)
+        blocks = None if turned is None else self._in_blocks(turned)
         last = max(self.phases.values(), default=0)
         for phase in range(last + 1):
             self._row_phase(phase, outer, shared)
         lines = [*self.scratch, *outer.lines]
-        if turned is None:
+        if turned is None or blocks is None:
             return around(self.kernel, self.shape.outer, lines)
-        return around(self.kernel, turned.outer, self._blocks(turned, block, lines), extra=1)
+        return around(self.kernel, turned.outer, blocks(lines), extra=1)
 
-    def _keep_rows(self, turned: TurnedRows, block: str) -> None:
-        """Names for the rows of a block, and in `kept` where in them each store's own begins."""
-        width = self.shape.inner[0].size
-        for k in turned.stores:
+    def _in_blocks(self, turned: TurnedRows) -> Callable[[list[str]], list[str]]:
+        """Has what lies turned read from the rows of a block, and stored to them; gives the loop over blocks
+        around the lines of a row."""
+        along, across, block = self.shape.inner[0], turned.axis.var, self.writer.fresh("block")
+        rows, before, after = [], [], []
+
+        def keep(buffer: str) -> tuple[str, str]:
+            """The name of a block of rows on the stack, and where in it the vector at hand is."""
             name = self.writer.fresh("turned")
-            self.kept[id(self.kernel.body[k])] = f"{name} + ({turned.axis.var} - {block}) * {width}"
+            rows.append(f"alignas(64) {STORAGE[self.writer.params[buffer]]} {name}[LANES * {along.size}];")
+            return name, f"{name} + ({across} - {block}) * {along.size} + {along.var}"
 
-    def _blocks(self, turned: TurnedRows, block: str, lines: list[str]) -> list[str]:
-        """The loop over blocks of rows: each row, and then what is stored turned of all of them."""
-        along, across = self.shape.inner[0], turned.axis.var
-        before, after = [], []
-        for k in turned.stores:
-            s = self.kernel.body[k]
-            assert isinstance(s, Store)
-            name, _, _ = self.kept[id(s)].partition(" ")
-            kind = STORAGE[self.writer.params[s.buffer]]
-            before.append(f"alignas(64) {kind} {name}[LANES * {along.size}];")
-            after.append(store_turned(s, name, turned, along, block))
+        for e in turned.loads:
+            name, at = keep(e.args[0])
+            there = block_of_rows(e.args[0], e.args[1], turned, along, block)
+            before.append(f"load_turned({name}, {there}, {along.size}, columns);")
+            self.writer.replaced[e] = lambda s, at=at: f"load({at}, lanes)"  # type: ignore[misc]
+        for s in turned.stores:
+            name, self.kept[id(s)] = keep(s.buffer)
+            there = block_of_rows(s.buffer, s.index, turned, along, block)
+            after.append(f"store_turned({there}, {name}, {along.size}, columns);")
         head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
-        return block_loop(turned.axis, block, [*before, head, *indent(lines), "}", *after], self.lanes)
+
+        def around_row(lines: list[str]) -> list[str]:
+            inside = [*rows, *before, head, *indent(lines), "}", *after]
+            return block_loop(turned.axis, block, inside, self.lanes)
+
+        return around_row
 
     def _row_phase(self, phase: int, outer: Scope, shared: dict[int, list[Expr]]) -> None:
         mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]

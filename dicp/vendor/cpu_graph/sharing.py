@@ -27,7 +27,7 @@ _SIZE = re.compile(
             r"(?<=\d < )\d+(?=;)|(?<=block < )\d+(?=;)",  # the bound of a loop
             r"(?<=LANES <= )\d+(?=[;)])|(?<=lanes_left\()\d+(?= - )|(?<![\w.])\d+(?= - block)",  # of its tail
             r"(?<![\w.])\d+(?= \* (?:i\d|block))",  # a step
-            r"(?<=, )\d+(?=, (?:lanes|turned))",  # a stride
+            r"(?<=, )\d+(?=, (?:lanes|turned|\d+, columns))",  # a stride
             r"(?<=double\()\d+(?=\))",  # a count
         )
     )

@@ -7,10 +7,11 @@ include/dicp_memory.h), whose columns the kernel reads:
 
     for outer.. { for blocks of the other axis { for vectors { turn; for the block { compute, store } } } }
 
-A row that is reduced first and then stored turned (a norm whose result is wanted transposed) would be written
-an element to a cache line as well: LANES rows are kept on the stack, and turned together (`store_turned`):
+A row that is reduced, and read or stored turned besides (a norm whose result is wanted transposed, or of a
+transposed operand), would be read and written an element to a cache line as well: LANES rows are kept on the
+stack, and turned together (`load_turned`, `store_turned`):
 
-    for outer.. { for blocks of the other axis { for the block { reduce, compute, keep } turn and store } }
+    for outer.. { for blocks of the other axis { turn; for the block { reduce, compute, keep } turn, store } }
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
-from dicp.ir.kernel import Axis, Kernel, Store
+from dicp.ir.kernel import Axis, Kernel, Store, expressions
 from dicp.vendor.cpu_graph.expression import STORAGE, ExpressionWriter, Scope, index_text
 from dicp.vendor.cpu_graph.loops import Shape, few
 
@@ -56,47 +57,53 @@ def find_turned(kernel: Kernel, shape: Shape, lanes: int) -> Turned | None:
 
 @dataclass(frozen=True)
 class TurnedRows:
-    """The axis along which the stores of a row kernel lie, the axes around its blocks, and the stores, by
-    their positions in the body."""
+    """The axis along which some loads and stores of a row kernel lie, the axes around its blocks, and those
+    loads and stores."""
 
     axis: Axis
     outer: tuple[Axis, ...]
-    stores: tuple[int, ...]
+    loads: tuple[Expr, ...]
+    stores: tuple[Store, ...]
 
 
 def find_turned_rows(kernel: Kernel, shape: Shape, lanes: int) -> TurnedRows | None:
-    """What a row kernel had better store in blocks of rows: nothing where rows are not of a known size that a
-    stack holds, or blocks too few for all threads."""
+    """What a row kernel had better read and store in blocks of rows: nothing where rows are not of a known
+    size that a stack holds, or blocks too few for all threads."""
     along = shape.vector
     if shape.kind != "rows" or along is None or len(shape.inner) != 1 or not isinstance(along.size, int):
         return None
     sizes = {p.name: p.dtype.itemsize for p in kernel.params}
-    read = {e.args[0] for s in kernel.body for e in ex.walk(s.value) if e.op == "load"}
+    read = {e.args[0] for s in kernel.body for e in expressions(s) if e.op == "load"}
+    written = {s.buffer for s in kernel.body if isinstance(s, Store)}
+    unmasked = dict.fromkeys(e for s in kernel.body for e in _unmasked(s.value) if e.op == "load")
     found: list[TurnedRows] = []
     for axis in shape.outer:
+        loads = tuple(
+            e for e in unmasked if e.args[0] not in written and _lies_turned(e.args[1], along, axis)
+        )
         stores = tuple(
-            k
-            for k, s in enumerate(kernel.body)
+            s
+            for s in kernel.body
             if isinstance(s, Store) and s.mode == "set" and s.buffer not in read
             if _lies_turned(s.index, along, axis) and not ix.may_be_empty(s.index)
         )
         outer = tuple(a for a in shape.outer if a is not axis)
-        kept = sum(lanes * along.size * sizes[kernel.body[k].buffer] for k in stores)  # type: ignore[union-attr]
-        fits = along.size >= lanes and kept <= MAX_KEPT
-        if stores and fits and _fills(axis, lanes) and not few(outer, axis.size, lanes):
-            found.append(TurnedRows(axis, outer, stores))
-    return max(found, key=lambda t: len(t.stores), default=None)
+        element = sum(sizes[name] for name in (*(e.args[0] for e in loads), *(s.buffer for s in stores)))
+        fits = along.size >= lanes and lanes * along.size * element <= MAX_KEPT
+        if element and fits and _fills(axis, lanes) and not few(outer, axis.size, lanes):
+            found.append(TurnedRows(axis, outer, loads, stores))
+    return max(found, key=lambda t: len(t.loads) + len(t.stores), default=None)
 
 
-def store_turned(s: Store, kept: str, turned: TurnedRows, along: Axis, block: str) -> str:
-    """The call that stores a block of rows, kept one behind the other."""
-    split = ix.coefficient(s.index, along.var)
+def block_of_rows(buffer: str, i: ix.Index, turned: TurnedRows, along: Axis, block: str) -> str:
+    """Where a block of rows lies turned: its first element, and from one of a row to the next."""
+    split = ix.coefficient(i, along.var)
     assert split is not None
     start, stride = (
         index_text(x, lambda a: block if a == turned.axis.var else a.name)  # type: ignore[attr-defined]
         for x in (split[1], split[0])
     )
-    return f"store_turned({s.buffer} + {start}, {stride}, {kept}, {along.size}, columns);"
+    return f"{buffer} + {start}, {stride}"
 
 
 def _fills(axis: Axis, lanes: int) -> bool:
@@ -142,4 +149,4 @@ def tiles(turned: Turned, along: Axis, block: str, writer: ExpressionWriter, sco
         writer.replaced[e] = lambda s, tile=tile: f"load({tile}.column({name} - {block}), lanes)"  # type: ignore[misc]
 
 
-__all__ = ["Turned", "TurnedRows", "find_turned", "find_turned_rows", "store_turned", "tiles"]
+__all__ = ["Turned", "TurnedRows", "block_of_rows", "find_turned", "find_turned_rows", "tiles"]

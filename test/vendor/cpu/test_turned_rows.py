@@ -1,4 +1,4 @@
-"""Rows that are reduced and stored along another axis: blocks of them are turned together."""
+"""Rows that are reduced, and read or stored along another axis: blocks of them are turned together."""
 
 from __future__ import annotations
 
@@ -59,6 +59,32 @@ def test_other_reductions_and_results() -> None:
     got, text = compiled(fn, x)
     assert text.count("store_turned(") == 2
     for a, b in zip(got, fn(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("columns", [64, 100, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norms_of_transposed_operands(dtype: torch.dtype, columns: int) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x + y.mT, (columns,))
+
+    x, y = torch.randn(3, 83, columns).to(dtype), torch.randn(3, columns, 83).to(dtype)
+    got, text = compiled(fn, x, y)
+    assert text.count("load_turned(") == 1 and "load_strided(" not in text
+    torch.testing.assert_close(got.double(), fn(x.double(), y.double()), **tolerance(dtype))
+
+
+def test_loads_under_a_condition_stay() -> None:
+    """There may be nothing to load."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.softmax(x + F.pad(y, (0, 3)).mT, -1)  # columns that y has not
+        return z, z.mT.contiguous()
+
+    x, y = torch.randn(2, 83, 64), torch.randn(2, 64, 80)
+    got, text = compiled(fn, x, y)
+    assert "load_turned(" not in text and "store_turned(" in text
+    for a, b in zip(got, fn(x, y), strict=True):
         torch.testing.assert_close(a, b)
 
 

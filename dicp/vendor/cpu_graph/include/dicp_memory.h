@@ -222,7 +222,21 @@ template <class T> struct Turned {
   DICP_INLINE const T* column(int64_t k) const { return tile + k * LANES; }
 };
 
-// p[j * stride + k] = rows[k * n + j], of n columns of up to LANES rows
+// rows[k * n + j] = p[j * stride + k], of n columns of up to LANES rows
+template <class T> inline void load_turned(T* rows, const T* p, int64_t stride, int64_t n, int64_t count) {
+  for (int64_t j = 0; j < n; j += LANES) {
+    Turned<T> tile;
+    if (n - j >= LANES) {
+      tile.load(p + j * stride, stride, Full{}, count);
+      for (int64_t k = 0; k < count; ++k) __builtin_memcpy(rows + k * n + j, tile.column(k), LANES * sizeof(T));
+    } else {
+      tile.load(p + j * stride, stride, Lanes{(int)(n - j)}, count);
+      for (int64_t k = 0; k < count; ++k) __builtin_memcpy(rows + k * n + j, tile.column(k), (n - j) * sizeof(T));
+    }
+  }
+}
+
+// p[j * stride + k] = rows[k * n + j]
 template <class T> inline void store_turned(T* p, int64_t stride, const T* rows, int64_t n, int64_t count) {
   for (int64_t j = 0; j < n; j += LANES) {
     Turned<T> tile;
