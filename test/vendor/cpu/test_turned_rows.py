@@ -10,6 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from dicp.compiler import Compiled, observe
+from dicp.ir import index as ix
+from dicp.ir.expr import Expr
+from dicp.ir.index import Var
+from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Store
+from dicp.vendor.cpu_graph.loops import choose_shape
+from dicp.vendor.cpu_graph.turned import TurnedRows, find_turned_rows
 
 Fn = Callable[..., Any]
 
@@ -74,18 +80,33 @@ def test_norms_of_transposed_operands(dtype: torch.dtype, columns: int) -> None:
     torch.testing.assert_close(got.double(), fn(x.double(), y.double()), **tolerance(dtype))
 
 
-def test_loads_under_a_condition_stay() -> None:
-    """There may be nothing to load."""
+def rows_of(value: Expr, buffer: str = "out") -> TurnedRows | None:
+    """What lies turned in a kernel that sums rows of x and adds the sum to them, with a value that may."""
+    i, r = Var("i", 83), Var("r", 64)
+    x, total = load("x", ix.of(i) * 64 + ix.of(r)), Expr("ref", ("total",), torch.float32)
+    body = (
+        Reduce(("total",), "sum", x),
+        Store(buffer, ix.of(i) * 64 + ix.of(r), Expr("add", (Expr("add", (x, value), torch.float32), total), torch.float32)),
+    )
+    params = tuple(Param(n, torch.float32, n == buffer) for n in ("x", "y", "out"))
+    kernel = Kernel("rows", (Axis(i), Axis(r, reduced=True)), params, (), body)
+    return find_turned_rows(kernel, choose_shape(kernel, 16), 16)
 
-    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        z = torch.softmax(x + F.pad(y, (0, 3)).mT, -1)  # columns that y has not
-        return z, z.mT.contiguous()
 
-    x, y = torch.randn(2, 83, 64), torch.randn(2, 64, 80)
-    got, text = compiled(fn, x, y)
-    assert "load_turned(" not in text and "store_turned(" in text
-    for a, b in zip(got, fn(x, y), strict=True):
-        torch.testing.assert_close(a, b)
+def load(name: str, at: ix.Index) -> Expr:
+    return Expr("load", (name, at), torch.float32)
+
+
+def test_loads_that_stay() -> None:
+    """Under a condition there may be nothing to load; and what the kernel writes may be written by another
+    row of the block."""
+    i, r = Var("i", 83), Var("r", 64)
+    turned = load("y", ix.of(r) * 83 + ix.of(i))
+    found = rows_of(turned)
+    assert found is not None and found.loads == (turned,) and not found.stores
+    exists = Expr("lt", (Expr("index", (ix.of(r),), torch.int64), Expr("const", (60,), torch.int64)), torch.bool)
+    assert rows_of(Expr("masked", (exists, turned, Expr("const", (0.0,), torch.float32)), torch.float32)) is None
+    assert rows_of(turned, buffer="y") is None
 
 
 def test_rows_of_a_symbolic_number() -> None:
