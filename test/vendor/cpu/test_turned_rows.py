@@ -84,10 +84,8 @@ def rows_of(value: Expr, buffer: str = "out") -> TurnedRows | None:
     """What lies turned in a kernel that sums rows of x and adds the sum to them, with a value that may."""
     i, r = Var("i", 83), Var("r", 64)
     x, total = load("x", ix.of(i) * 64 + ix.of(r)), Expr("ref", ("total",), torch.float32)
-    body = (
-        Reduce(("total",), "sum", x),
-        Store(buffer, ix.of(i) * 64 + ix.of(r), Expr("add", (Expr("add", (x, value), torch.float32), total), torch.float32)),
-    )
+    both = Expr("add", (Expr("add", (x, value), torch.float32), total), torch.float32)
+    body = (Reduce(("total",), "sum", x), Store(buffer, ix.of(i) * 64 + ix.of(r), both))
     params = tuple(Param(n, torch.float32, n == buffer) for n in ("x", "y", "out"))
     kernel = Kernel("rows", (Axis(i), Axis(r, reduced=True)), params, (), body)
     return find_turned_rows(kernel, choose_shape(kernel, 16), 16)
@@ -104,8 +102,9 @@ def test_loads_that_stay() -> None:
     turned = load("y", ix.of(r) * 83 + ix.of(i))
     found = rows_of(turned)
     assert found is not None and found.loads == (turned,) and not found.stores
-    exists = Expr("lt", (Expr("index", (ix.of(r),), torch.int64), Expr("const", (60,), torch.int64)), torch.bool)
-    assert rows_of(Expr("masked", (exists, turned, Expr("const", (0.0,), torch.float32)), torch.float32)) is None
+    limit, zero = Expr("const", (60,), torch.int64), Expr("const", (0.0,), torch.float32)
+    exists = Expr("lt", (Expr("index", (ix.of(r),), torch.int64), limit), torch.bool)
+    assert rows_of(Expr("masked", (exists, turned, zero), torch.float32)) is None
     assert rows_of(turned, buffer="y") is None
 
 
