@@ -4,6 +4,7 @@
     python -m dicp.bench --kinds steady,compile   and cold and warm compile, a fresh process each
     python -m dicp.bench --all                    and peak memory, and overhead per call
     python -m dicp.bench --models bert,llama-decode --phases inference --dtypes fp32
+    python -m dicp.bench --models timm --phases inference         image models for which nothing was tuned
     python -m dicp.bench --models timm:densenet121,timm:swin_tiny_patch4_window7_224 --batch 2
     python -m dicp.bench --device cuda --batch 16 --dtypes bf16
     python -m dicp.bench --from results.json --markdown page.md    earlier figures in another form
@@ -24,12 +25,12 @@ from pathlib import Path
 import torch
 
 from dicp.bench import contestants, report, run
-from dicp.bench.models import obstacle
+from dicp.bench.models import obstacle, zoo
 from dicp.bench.workloads import DTYPES, PHASES, STANDARD, WORKLOADS, Setting, known, workload
 
 # What may be named beside those that are listed, and whether a name is one of those.
 OTHERS = {
-    "models": (known, ", or timm:NAME, any image model of timm"),
+    "models": (known, f", or timm:NAME, any image model of timm, or timm, {len(zoo.SET)} of them"),
     "contestants": (contestants.known, ", or any backend of torch.compile"),
 }
 
@@ -76,6 +77,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     on_gpu = args.device == "cuda"
+    args.models = [n for name in args.models for n in (_of_timm() if name == "timm" else [name])]
     args.contestants = args.contestants or list(contestants.ON_GPU if on_gpu else contestants.STANDARD)
     for name, (all_of_them, _) in offered.items():
         for given in getattr(args, name):
@@ -84,6 +86,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.rounds < 7 and args.size == "full":
         parser.error("--rounds: a figure is the median of at least 7")
     return args
+
+
+def _of_timm() -> list[str]:
+    return [zoo.PREFIX + name for name in zoo.SET]
 
 
 def measure(args: argparse.Namespace) -> report.Results:

@@ -11,6 +11,7 @@ import torch
 
 from dicp.bench import __main__ as command
 from dicp.bench import contestants, measure, run
+from dicp.bench.models import zoo
 from dicp.bench.workloads import WORKLOADS, Setting, cost
 
 SMALL = Setting("inference", "fp32", "small")
@@ -148,3 +149,9 @@ def test_contestants_are_those_of_the_device() -> None:
     assert command.parse(["--device", "cuda"]).contestants == list(contestants.ON_GPU)
     assert command.parse([]).contestants == list(contestants.STANDARD)
     assert "llama_7b-decode" not in command.parse([]).models
+
+
+def test_timm_stands_for_a_list_of_its_models() -> None:
+    models = command.parse(["--models", "bert,timm,timm:vit_tiny_patch16_224"]).models
+    assert models[0] == "bert" and models[-1] == "timm:vit_tiny_patch16_224"
+    assert models[1:-1] == [f"timm:{name}" for name in zoo.SET]

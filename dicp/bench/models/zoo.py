@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from dicp.bench.models.case import Case, Inputs, class_targets, images_in, seeded
 
 PREFIX = "timm:"
+SET = """efficientnet_b0 mobilenetv3_large_100 regnety_008 densenet121 swin_tiny_patch4_window7_224
+    resnext50_32x4d nfnet_l0 convmixer_768_32 mixer_s16_224 vgg11_bn poolformer_s12""".split()
+"""Image models of many kinds, for none of which dicp is tuned: what a change does to others."""
 SMALL_BATCH, BATCH = 1, 2
 
 
