@@ -92,10 +92,9 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
 
 def shuffled(op: OpOverload) -> Decomposition:
     """torch's, which keeps the order of channels-last images: only the CPU's kernels do."""
-    parts = compat.torch_decompositions()[op]
 
     def decomposed(x: Any, factor: int) -> Any:
-        y: Any = parts(x, factor)
+        y: Any = compat.torch_decompositions()[op](x, factor)
         return y if x.device.type == "cpu" else y.contiguous()
 
     return decomposed

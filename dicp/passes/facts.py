@@ -68,6 +68,11 @@ def same_dtype(a: object, b: object) -> bool:
     return value_of(a).dtype == value_of(b).dtype
 
 
+def is_plain_sum(node: Node) -> bool:
+    """Whether a product that is added to something is added as it is: neither has a factor."""
+    return all(factor == 1 for factor in node.kwargs.values())
+
+
 def is_contiguous(node: Node) -> bool:
     """Whether the strides are those of a contiguous tensor for all values of the size symbols."""
     value = node.meta.get("val")

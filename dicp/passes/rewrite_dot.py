@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ir.expr import LOW_PRECISION
-from dicp.passes.facts import aten, prims, rank, value_of
+from dicp.passes.facts import aten, is_plain_sum, prims, rank, value_of
 from dicp.passes.rules import Emitter, finish, replace
 
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
@@ -32,8 +32,8 @@ def _is_one_element(node: Node) -> bool:
     value, depth = value_of(node), value_of(node.args[-1]).shape[-2]
     rows, columns = value.shape[-2:]
     ones = isinstance(rows, int) and isinstance(columns, int) and rows == columns == 1
-    plain = all(factor == 1 for factor in node.kwargs.values())
-    return ones and plain and value.dtype in _SINGLE and not (isinstance(depth, int) and depth == 0)
+    some = not (isinstance(depth, int) and depth == 0)
+    return ones and some and is_plain_sum(node) and value.dtype in _SINGLE
 
 
 def _rewrite(node: Node) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from dicp.passes.facts import aten
+from dicp.passes.facts import aten, is_plain_sum
 from dicp.passes.rules import Emitter, finish, replace
 
 
@@ -17,15 +17,11 @@ def unfuse_bias(gm: GraphModule, vendor: Any) -> GraphModule:
     if ask is None:
         return gm
     for node in list(gm.graph.nodes):
-        if node.target is aten.addmm.default and _is_plain(node) and ask(node):
+        if node.target is aten.addmm.default and is_plain_sum(node) and ask(node):
             bias, x, w = node.args
             emit = Emitter(node)
             replace(node, emit(aten.add.Tensor, emit(aten.mm.default, x, w), bias))
     return finish(gm)
-
-
-def _is_plain(node: Node) -> bool:
-    return all(factor == 1 for factor in node.kwargs.values())
 
 
 __all__ = ["unfuse_bias"]

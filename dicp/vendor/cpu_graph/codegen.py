@@ -259,18 +259,16 @@ class _KernelWriter:
         outer = Scope()
         shared = self._kept_between_phases()
         turned = find_turned_rows(self.kernel, self.shape, self.lanes)
-        blocks = None if turned is None else self._in_blocks(turned)
+        plain = functools.partial(around, self.kernel, self.shape.outer)
+        finish = plain if turned is None else self._in_blocks(turned)
         last = max(self.phases.values(), default=0)
         for phase in range(last + 1):
             self._row_phase(phase, outer, shared)
-        lines = [*self.scratch, *outer.lines]
-        if turned is None or blocks is None:
-            return around(self.kernel, self.shape.outer, lines)
-        return around(self.kernel, turned.outer, blocks(lines), extra=1)
+        return finish([*self.scratch, *outer.lines])
 
     def _in_blocks(self, turned: TurnedRows) -> Callable[[list[str]], list[str]]:
-        """Has what lies turned read from the rows of a block, and stored to them; gives the loop over blocks
-        around the lines of a row."""
+        """Has what lies turned read from the rows of a block, and stored to them; gives the loops around the
+        lines of a row."""
         along, across, block = self.shape.inner[0], turned.axis.var, self.writer.fresh("block")
         rows, before, after = [], [], []
 
@@ -293,7 +291,8 @@ class _KernelWriter:
 
         def around_row(lines: list[str]) -> list[str]:
             inside = [*rows, *before, head, *indent(lines), "}", *after]
-            return block_loop(turned.axis, block, inside, self.lanes)
+            blocks = block_loop(turned.axis, block, inside, self.lanes)
+            return around(self.kernel, turned.outer, blocks, extra=1)
 
         return around_row
 
