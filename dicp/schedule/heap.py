@@ -4,7 +4,8 @@ when the program needs the most memory.
 The arena is held from the first step to the last, as large as the temporaries of its fullest moment. Where
 the program's memory peaks at another one (a language model's logits; a backward while activations shrink and
 gradients grow), the arena's unused part adds to the peak. The largest temporaries then leave it, and the
-program allocates and frees them, between native segments on the CPU.
+program allocates and frees them, between native segments on the CPU. What libraries allocate may come from
+another allocator, which never gets what the program frees: then it is no such other moment.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ def leaving(
     items: int,
     arena: int,
     staying: Sequence[Lifetime] = (),
+    apart: Iterable[Lifetime] = (),
 ) -> set[str]:
     """Names of the temporaries that are to leave an arena of `arena` bytes, for the lowest peak.
 
     others: what else the program allocates (results of libraries and of the program, inputs it owns).
-    staying: what the arena holds whatever leaves it."""
-    base = [0] * (items + 1)
-    for life in others:
-        _add(base, life)
-    now = arena + max(base)
+    staying: what the arena holds whatever leaves it. apart: what comes from an allocator of its own."""
+    base, foreign = [0] * (items + 1), [0] * (items + 1)
+    for lives, total in ((others, base), (apart, foreign)):
+        for life in lives:
+            _add(total, life)
+    now = arena + max(base) + max(foreign)
     found = []
     for level in LEVELS:
         kept, gone = _within(temporaries, int(arena * level), items, staying)
         total = list(base)
         for life in gone:
             _add(total, life)
-        found.append((kept + max(total), gone))
+        found.append((kept + max(total) + max(foreign), gone))
     lowest = min(peak for peak, _ in found)
     if lowest + now // WORTH > now:
         return set()

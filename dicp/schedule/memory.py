@@ -227,7 +227,8 @@ def _leave_arena(work: _Work, placed: list[Placed]) -> list[Placed]:
     movable, workspaces = _movable(work, placed), _workspaces(work)
     own = [p.life for p in placed if p.life.name in movable - workspaces]
     staying = [p.life for p in placed if p.life.name in workspaces]
-    gone = leaving(own, _outside(work), len(work.items), _top(placed), staying)
+    others, apart = _outside(work)
+    gone = leaving(own, others, len(work.items), _top(placed), staying, apart)
     if not gone:
         return placed
     plan.heap = {name: work.start[name] for name in sorted(gone)}
@@ -264,9 +265,12 @@ def _native_starts(work: _Work) -> list[int]:
     return first
 
 
-def _outside(work: _Work) -> list[Lifetime]:
-    """What the program holds beside its temporaries. Inputs that it owns are there from the first."""
-    out = []
+def _outside(work: _Work) -> tuple[list[Lifetime], list[Lifetime]]:
+    """What the program holds beside its temporaries: what is allocated as those are, and what by others.
+    Inputs that it owns are there from the first."""
+    out: list[Lifetime] = []
+    apart: list[Lifetime] = []
+    libraries = out if work.lowered.machine.one_allocator else apart
     items, plan, end = work.items, work.plan, work.end
     first = _native_starts(work)
     for name, begin in work.start.items():
@@ -277,10 +281,10 @@ def _outside(work: _Work) -> list[Lifetime]:
         if b.kind == "output":
             out.append(Lifetime(name, nbytes, first[begin], len(items)))
         elif b.kind in ("library", "extern"):
-            out.append(Lifetime(name, nbytes, begin, end[name]))
+            libraries.append(Lifetime(name, nbytes, begin, end[name]))
         elif name in work.owned:
             out.append(Lifetime(name, nbytes, 0, end[name]))
-    return out
+    return out, apart
 
 
 __all__ = ["Call", "Plan", "View", "plan_memory", "touched"]

@@ -69,6 +69,7 @@ class Machine:
     move less together become one. shared_row: elements of a contiguous row that later phases read again from
     a cache that all threads share, if that holds more of them than `cache_bytes` does. device: the torch type
     of the tensors that programs take here; None: the one that the vendor serves, or whichever they are.
+    one_allocator: memory that a program frees serves the libraries it calls, too.
     """
 
     threads: int
@@ -82,6 +83,7 @@ class Machine:
     launch_bytes: int = 0
     shared_row: int = 0
     device: str | None = None
+    one_allocator: bool = True
 
     @property
     def row(self) -> int:

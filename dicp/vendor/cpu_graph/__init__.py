@@ -58,7 +58,8 @@ class CpuGraph:
 
         from dicp.vendor.cpu_graph.toolchain import lanes
 
-        return Machine(torch.get_num_threads(), lanes(config), device="cpu")
+        pooled = config.keep_results  # libraries take from malloc
+        return Machine(torch.get_num_threads(), lanes(config), device="cpu", one_allocator=not pooled)
 
     def matmul_pays(self, part: str, conv: Any) -> bool:
         """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""
