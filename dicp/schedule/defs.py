@@ -125,7 +125,8 @@ class Pointwise(Def):
 
 @dataclass(eq=False)
 class Reduction(Def):
-    """outputs[k][index] = k-th result of `kind` over rvars of expr; `scan` keeps every prefix."""
+    """outputs[k][index] = k-th result of `kind` over rvars of expr; `scan` keeps every prefix. `rounded`: who
+    reads it in the same kernel gets it rounded to its dtype, as memory would hold it."""
 
     vars: tuple[Var, ...] = ()
     rvars: tuple[Var, ...] = ()
@@ -133,6 +134,7 @@ class Reduction(Def):
     expr: Expr = None  # type: ignore[assignment]
     index: Indices = ()
     scan: bool = False
+    rounded: bool = False
 
 
 @dataclass(eq=False)

@@ -153,7 +153,7 @@ def _body(group: Group, lowered: Lowered, outside: set[str]) -> list[Statement]:
                 body.append(Store(out.name, out.flat(m.index(d.index)), kept, note=d.note))
             forwarded[out.name] = value
         elif isinstance(d, Reduction):
-            _reduction(d, m, resolve(d.expr, m), outside, body, forwarded, lowered.rounds)
+            _reduction(d, m, resolve(d.expr, m), outside, body, forwarded, lowered.rounds or d.rounded)
         elif isinstance(d, Scatter):
             out = d.outputs[0]
             value = ex.cast(resolve(d.expr, m), out.dtype)
@@ -202,7 +202,7 @@ def _reduction(
         position = d.kind in ("argmax", "argmin") and (not d.scan or k == 1)
         own = ex.compute_dtype(b.dtype) if position or d.kind in ("any", "all") else value.dtype
         ref = ex.cast(Expr("ref", (b.name,), own), b.dtype)
-        forwarded[b.name] = ex.round_to(ref, b.dtype) if rounds else ref
+        forwarded[b.name] = ex.round_to(ref, b.dtype) if rounds or b.name in outside else ref
         if b.name in outside:
             body.append(Store(b.name, b.flat(m.index(d.index)), ref, note=d.note))
 

@@ -39,7 +39,7 @@ from dicp.schedule.calls import (
     slice_bounds,
     slice_read_from_data,
 )
-from dicp.schedule.defs import Buffer, Host, Lowered, Raw
+from dicp.schedule.defs import Buffer, Host, Lowered, Raw, Reduction
 from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
 from dicp.schedule.traced import (
@@ -282,7 +282,11 @@ class Lowering(DefinitionBuilder):
         idx = self.index_vars(value.shape)
         expr = value(idx)
         read = expr.args[0] if expr.op == "cast" else expr
-        if expr.op in ("const", "index") or (read.op == "at" and not is_indirect(ex.walk(read))):
+        if expr.op in ("const", "index"):
+            return value
+        if read.op == "at" and not is_indirect(ex.walk(read)):
+            if ROUNDED in result.meta:
+                self._round_reduction(read.args[0])
             return value
         if self.config.numerics == "eager" or ROUNDED in result.meta or self.readers.in_memory[result]:
             value = self._rounded(value)
@@ -290,6 +294,13 @@ class Lowering(DefinitionBuilder):
         if self.readers.want_buffer(result, expr, value, uses, self.out.buffers):
             return self.named(value, result)
         return value
+
+    def _round_reduction(self, name: str) -> None:
+        """Have the buffer's readers in its own kernel see what memory would hold, if a reduction makes it."""
+        made = (d for d in reversed(self.out.defs) if any(b is not None and b.name == name for b in d.outputs))
+        d = next(made, None)
+        if isinstance(d, Reduction):
+            d.rounded = True
 
     def _rounded(self, value: Value) -> Value:
         def element(idx: Any) -> ex.Expr:

@@ -619,6 +619,23 @@ def test_all_see_alike_what_is_read_where_it_jumps(name: str, dtype: torch.dtype
     assert not found.isnan().any()
 
 
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["sum", "cumsum", "amax"])
+def test_reductions_are_read_as_memory_holds_them(name: str, dtype: torch.dtype, stored: bool) -> None:
+    """Where it jumps, by the kernel that makes them. The terms add up exactly in float32, in any order."""
+
+    def fn(x):
+        y = getattr(x * 1.25, name)(-1)
+        whole = (y.float() * 1000).long()
+        return (y, whole) if stored else whole
+
+    x = (torch.randint(-64, 64, (16, 40)) / 32).to(dtype)
+    found = torch.compile(fn, backend="dicp_cpu", fullgraph=True)(x)
+    assert torch.equal(found[1] if stored else found, fn(x)[1] if stored else fn(x))
+    assert not stored or torch.equal(found[0], fn(x)[0])
+
+
 NUMBERS = {
     "sum": lambda y: (y + 1.175, y - 1.175, 1.175 - y, y + torch.tensor(1.175)),
     "quotient": lambda y: (y / 1.175, y // 1.175, torch.div(y, 1.175, rounding_mode="trunc"), 1.175 / y),
