@@ -24,9 +24,9 @@ from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of, writes_input
 from dicp.runtime.artifact import Artifact
 from dicp.runtime.bits import plain
+from dicp.runtime.called import expect
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.program import Program
-from dicp.runtime.runner import expect
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,18 +17,18 @@ from typing import Any
 import torch
 
 from dicp.compat import empty_strided_cpu, tensors_from_handles
-from dicp.errors import InternalError
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
+from dicp.runtime import called
 from dicp.runtime.arena import ARENA
 from dicp.runtime.bits import plain
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
-from dicp.runtime.host import host_number, host_size
+from dicp.runtime.host import host_number
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
+from dicp.runtime.sizes import Sizes, spelled
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
-from dicp.schedule.kernels import Launch
 from dicp.schedule.memory import touched
 
 
@@ -54,8 +52,6 @@ class Runner:
     def __init__(self, program: Program, natives: dict[int, NativeSegment]) -> None:
         self.program, self.natives = program, natives
         self.lowered, self.plan = program.lowered, program.plan
-        self.symbols = program.sizes
-        self.bound: set[str] = set()
         self.names: dict[str, str] = {}  # buffer root -> Python tensor name
         outputs = [o for k, o in enumerate(self.lowered.outputs) if k not in self.lowered.free]
         self.shown = {self.plan.find(v.buffer.name) for v in views(outputs)}  # what the caller sees
@@ -64,19 +60,20 @@ class Runner:
             "empty_strided": empty_strided_cpu,
             "ARENA": ARENA,
             "POOL": POOL,
-            "slots": _slots,
+            "slots": called.slots,
             "steal": tensors_from_handles,
-            "expect": expect,
-            "bounds": slice_bounds,
-            "per_size": per_size,
+            "expect": called.expect,
+            "bounds": called.slice_bounds,
+            "per_size": called.per_size,
             "plain": plain,
-            "within": within,
-            "apart": apart,
-            "parts": parts,
+            "within": called.within,
+            "apart": called.apart,
+            "parts": called.parts,
             "torch": torch,
             **FIRST_GLOBALS,
         }
         self.lines: list[str] = []
+        self.sizes = Sizes(program, self._saved(), self.lines, self.globals)
         self.layout: list[str] = []  # the function `arena`, where sizes leave offsets open
 
     def function(self) -> Callable[[list[Any]], Any]:
@@ -147,7 +144,7 @@ class Runner:
             self.layout.append(f"    {symbol.name} = max({', '.join(self._text(n) for n in numbers)})")
         self.layout.append(f"    return {', '.join([self._text(size), *names])}")
         self.lines.append(f"arena_bytes, {', '.join(names)} = arena({sizes})")
-        self.bound |= set(names)
+        self.sizes.bound |= set(names)
 
     def _let_results_rest(self) -> None:
         """Before memory is taken that would add to what is idle until the backward."""
@@ -199,14 +196,13 @@ class Runner:
         if names:
             self.lines.append(f"{', '.join(names)}, = args")
         self.lines.append("args.clear()")
-        needed = {v.name for v in self.symbols} | {v.name for v in self._python_symbols()}
         for arg, bound in zip(names, self.lowered.inputs, strict=True):
             if isinstance(bound, Buffer):
                 self.names[bound.name] = arg
             elif isinstance(bound, Raw):
                 self.names[bound.name] = arg
-            elif isinstance(bound, ix.Poly) and bound.is_atom:
-                self._bind(bound, arg, needed)
+            elif isinstance(bound, ix.Poly):
+                self.sizes.offer(bound, arg)
         self._read_bits()
         sizes: list[tuple[Index, str]] = []
         strides: list[tuple[Index, str]] = []  # last: of dims of one element they may be any
@@ -216,11 +212,10 @@ class Runner:
                 strides += [(n, f"{arg}.stride({d})") for d, n in enumerate(bound.strides)]
         given = [*sizes, *strides]
         for n, source in given:
-            if isinstance(n, ix.Poly) and n.is_atom:
-                self._bind(n, source, needed)
+            self.sizes.offer(n, source)
         numbers = [(b, a) for a, b in zip(names, self.lowered.inputs, strict=True) if isinstance(b, ix.Poly)]
-        self._solve([*numbers, *given], needed)
-        self._host_sizes(needed)
+        self.sizes.solve([*numbers, *given])
+        self.sizes.compute()
         self._as_planned()
 
     def _as_planned(self) -> None:
@@ -260,74 +255,6 @@ class Runner:
                 self.lines.append(f"if {self.names[name]} is not {arg}: {arg}.copy_({self.names[name]})")
         self.names |= self.given
 
-    def _python_symbols(self) -> list[Var]:
-        found: dict[str, Var] = {}
-        stack: list[Any] = [
-            self.lowered.outputs,
-            [self.plan.size, *self.plan.maxima.values()],
-            [(c.args, c.kwargs, views((c.args, c.kwargs))) for c in self.program.python_calls],
-            [(b.shape, b.strides) for b in self._saved()],
-        ]
-        while stack:
-            x = stack.pop()
-            if isinstance(x, (list, tuple)):
-                stack += list(x)
-            elif isinstance(x, dict):
-                stack += list(x.values())
-            elif isinstance(x, View):
-                stack += [*x.shape, *x.strides, x.offset]
-            elif isinstance(x, ix.Poly):
-                found.update({a.name: a for a in ix.atoms(x) if isinstance(a, Var)})
-            elif isinstance(x, Host):
-                found.update({str(e): self.lowered.symbols.symbol(e) for e in x.expr.free_symbols})
-        extra: dict[str, Var] = {}
-        for v in [*found.values(), *self.symbols]:  # symbols that host-computed sizes are made of
-            e = self.lowered.symbols.expressions.get(v)
-            symbols = e.free_symbols if e is not None else ()
-            extra.update({str(s): self.lowered.symbols.symbol(s) for s in symbols})
-        return [*found.values(), *extra.values()]
-
-    def _bind(self, n: ix.Poly, source: str, needed: set[str]) -> None:
-        name = n.terms[0][0][0].key
-        if (
-            name in needed
-            and name not in self.bound
-            and name.isidentifier()
-            and isinstance(n.terms[0][0][0], Var)
-            and n.terms[0][0][0] not in self.lowered.symbols.host.values()
-        ):
-            self.bound.add(name)
-            self.lines.append(f"{name} = {source}")
-
-    def _solve(self, given: Sequence[tuple[Index, str]], needed: set[str]) -> None:
-        """Bind sizes that the inputs have in sums alone: of u + 6, where it is n, u is n - 6."""
-        found = True
-        while found:
-            found = False
-            for n, source in given:
-                unknown = [a for a in ix.atoms(n) if isinstance(a, Var) and a.name not in self.bound]
-                if len(unknown) != 1 or (split := ix.coefficient(n, unknown[0])) is None:
-                    continue
-                (factor, rest), before = split, len(self.bound)
-                if isinstance(factor, int):
-                    difference = f"({source} - ({self._text(rest)}))"
-                    whole = difference if factor == 1 else f"{difference} // {factor}"
-                    self._bind(ix.of(unknown[0]), whole, needed)
-                found = found or len(self.bound) > before
-
-    def _host_sizes(self, needed: set[str]) -> None:
-        """Sizes that are not polynomials, computed here from those bound so far."""
-        symbols = self.lowered.symbols
-        for expr, var in symbols.host.items():
-            if (
-                var.name in needed
-                and var.name not in self.bound
-                and all(str(s) in self.bound for s in expr.free_symbols)
-            ):
-                text = host_size(expr, self.globals, f"size_{var.name}")
-                self.lines.append(f"{var.name} = {text}")
-                self.bound.add(var.name)
-
     def _native(self, segment: Segment) -> None:
         native = self.natives[segment.number]
         n = segment.number
@@ -337,8 +264,7 @@ class Runner:
         if native.slots:
             self.lines.append(f"kept{n} = slots({native.slots})")
             args.append(f"kept{n}[1]")
-        self._require_sizes(segment)
-        args += [v.name if v.name in self.bound else "0" for v in self.symbols]
+        args += self.sizes.arguments(segment)
         self.globals[f"native{n}"], self.globals[f"fail{n}"] = native.run, native.fail
         self.lines.append(f"code = native{n}({', '.join(args)})")
         self.lines.append(f"if code: fail{n}(code{f', kept{n}[0]' if native.slots else ''})")
@@ -349,21 +275,11 @@ class Runner:
         for name in segment.late:
             self._measure(self.lowered.buffers[name])
 
-    def _require_sizes(self, segment: Segment) -> None:
-        """Sizes that are known later are 0 in a segment that has no use for them."""
-        used = {v.name: i for i in segment.items if isinstance(i, Launch) for v in i.kernel.sizes}
-        unknown = sorted(used.keys() - self.bound)
-        if unknown:
-            raise InternalError(
-                f"the size {unknown[0]} is not known where {used[unknown[0]].kernel.name} needs it"
-            )
-
     def _measure(self, b: Buffer) -> None:
         """Bind the sizes that are known from this tensor alone, and have it lie as planned."""
         for d, n in enumerate(b.shape):
-            if isinstance(n, ix.Poly) and n.is_atom:
-                self._bind(n, f"{b.name}.size({d})", {n.terms[0][0][0].key})
-        self._host_sizes({v.name for v in (*self.symbols, *self._python_symbols())})
+            self.sizes.bind(n, f"{b.name}.size({d})")
+        self.sizes.compute()
         self.lines.append(f"{b.name} = expect({b.name}, {self._tuple(b.shape)}, {self._tuple(b.strides)})")
 
     def _tensor_name(self, name: str) -> str:
@@ -388,9 +304,9 @@ class Runner:
             truth = isinstance(call.node.meta["val"], torch.SymBool)
             sources = (f"int({args[0]}.item())" if truth else f"{args[0]}.item()",)
         for number, source in zip(call.results, sources, strict=True):
-            if isinstance(number, ix.Poly) and number.is_atom:
-                self._bind(number, source, {number.terms[0][0][0].key})
-        self._host_sizes({v.name for v in (*self.symbols, *self._python_symbols())})
+            if isinstance(number, ix.Poly):
+                self.sizes.bind(number, source)
+        self.sizes.compute()
 
     def extern(self, call: Call, function: Callable[..., Any] | None = None) -> None:
         """function: what is called in the op's stead."""
@@ -421,8 +337,8 @@ class Runner:
             elif isinstance(b, Raw):
                 self.names[b.name] = b.name
                 self.lines.append(f"{b.name} = {source}")
-            elif isinstance(b, ix.Poly) and b.is_atom:
-                self._bind(b, source, {b.terms[0][0][0].key})
+            elif isinstance(b, ix.Poly):
+                self.sizes.bind(b, source)
 
     # -- what claims write with, in vendors whose segments are lines of this function ------------------------
 
@@ -517,59 +433,10 @@ class Runner:
         return self.value(o)
 
     def _text(self, i: Index) -> str:
-        return repr(i) if isinstance(i, ix.Poly) else str(i)
+        return spelled(i)
 
     def _tuple(self, xs: Sequence[Index]) -> str:
         return "(" + "".join(self._text(x) + ", " for x in xs) + ")"
-
-
-def _slots(n: int) -> tuple[Any, int]:
-    array = (ctypes.c_int64 * n)()
-    return array, ctypes.addressof(array)
-
-
-def per_size(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with what it returned for the last sizes kept, as those of successive calls repeat."""
-    return functools.lru_cache(maxsize=64)(function)
-
-
-def within(
-    lender: torch.Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """A tensor of any dtype on the memory of another; offset and strides in its own elements."""
-    window = torch.empty(0, dtype=dtype, device=lender.device)
-    return window.set_(lender.untyped_storage(), offset, shape, strides)
-
-
-def parts(t: torch.Tensor) -> torch.Tensor:
-    """The real and imaginary parts of what lies in memory, by views: AOTAutograd repeats those on an input,
-    marks included, and would lose the mark of a tensor that only shares the memory."""
-    return torch.view_as_real(t.conj() if t.is_conj() else t)
-
-
-def apart(t: torch.Tensor) -> torch.Tensor:
-    """t, not as a view of a tensor that only the library knows which made it: attention and products of three
-    dims may answer so."""
-    return t.detach() if t._is_view() else t
-
-
-def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
-    """(first position, length) of a slice of n elements."""
-    places = range(*slice(start, end, step).indices(n))
-    return places.start, len(places)
-
-
-def expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """t with the strides that the program was planned for."""
-    if t.stride() == strides or t.dim() != len(shape):  # torch's fake unique_consecutive errs for a dim < 0
-        return t
-    if any(have != want and n > 1 for have, want, n in zip(t.stride(), strides, t.shape, strict=True)):
-        for d, (want, n) in enumerate(zip(strides, t.shape, strict=True)):
-            if want == 0 and n > 1:  # all its elements are one: those of a view of something expanded
-                return expect(t.narrow(d, 0, 1), (*shape[:d], 1, *shape[d + 1 :]), strides).expand(t.shape)
-        fresh = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
-        return fresh.copy_(t)
-    return t
 
 
 def _returns_alias(target: Any) -> bool:
@@ -577,4 +444,4 @@ def _returns_alias(target: Any) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
-__all__ = ["NativeSegment", "Runner", "expect"]
+__all__ = ["NativeSegment", "Runner"]
