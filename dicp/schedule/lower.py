@@ -297,10 +297,11 @@ class Lowering(DefinitionBuilder):
 
     def _round_reduction(self, name: str) -> None:
         """Have the buffer's readers in its own kernel see what memory would hold, if a reduction makes it."""
-        made = (d for d in reversed(self.out.defs) if any(b is not None and b.name == name for b in d.outputs))
-        d = next(made, None)
-        if isinstance(d, Reduction):
-            d.rounded = True
+        for d in reversed(self.out.defs):
+            if any(b is not None and b.name == name for b in d.outputs):
+                if isinstance(d, Reduction):
+                    d.rounded = True
+                return
 
     def _rounded(self, value: Value) -> Value:
         def element(idx: Any) -> ex.Expr:
