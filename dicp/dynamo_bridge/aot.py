@@ -57,7 +57,7 @@ def compile_joint(
                 gm,
                 example_inputs,
                 **{role: functools.partial(parts.compile, role) for role in ROLES},
-                decompositions=decomposition_table(Asked(vendor).keeps, kernels=not takes_graphs(vendor)),
+                decompositions=_decompositions(vendor, config),
                 partitioned=parts.partitioned,
                 tag=tag,
                 entry="" if shortcut is None else shortcut.entry,
@@ -101,7 +101,8 @@ class _Parts:
             self.activations.laid_out(names, compiled)
         if not self.stored:
             return compiled.call
-        return saved.saved(compiled, self.shortcut, late=not autograd.bundling(), effects=effects)
+        late = not autograd.bundling()
+        return saved.saved(compiled, self.config, self.shortcut, late=late, effects=effects)
 
     def partitioned(self, forward: fx.GraphModule, backward: fx.GraphModule, visible: int) -> None:
         """Edits a forward and its backward, given how many of the forward's results are not saved ones."""
@@ -114,6 +115,12 @@ class _Parts:
             size = f"{made.nbytes / 2**20:.1f} MiB"
             what = f"{made.values} activations ({size}) are not kept: the backward makes them again"
             say(what, self.config)
+
+
+def _decompositions(vendor: Any, config: Any) -> dict[Any, Any]:
+    """Those of a vendor. Of a vendor that calls whatever aten op, under eager numerics fewer."""
+    exact = config.numerics == "eager" and hasattr(vendor, "aten_call")
+    return decomposition_table(Asked(vendor).keeps, not takes_graphs(vendor), exact)
 
 
 def _has_effects(graph: fx.GraphModule) -> bool:

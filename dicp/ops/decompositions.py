@@ -36,19 +36,23 @@ OPENED = frozenset("addmm baddbmm _addmm_activation".split())
 
 PRODUCTS = "mm bmm addmm baddbmm".split()
 
+# Products that kernels make as sums, and eager by one call of BLAS.
+OF_VECTORS = frozenset("mv dot vdot".split())
+
 
 def decomposition_table(
-    keeps: Callable[[OpOverload], bool] = lambda op: False, kernels: bool = True
+    keeps: Callable[[OpOverload], bool] = lambda op: False, kernels: bool = True, exact: bool = False
 ) -> dict[OpOverload, Decomposition]:
     """The decompositions to hand to AOTAutograd.
 
     keeps: ops that the vendor takes whole. kernels: whether an op with a row of the op table stays whole,
-    since it becomes kernels, or a library or extern call.
+    since it becomes kernels, or a library or extern call. exact: products of vectors stay whole, as the calls
+    that eager makes.
     """
     rows, core, own = table(), compat.core_decompositions(), own_decompositions()
     out: dict[OpOverload, Decomposition] = {}
     for op, fn in (compat.torch_decompositions() | own).items():
-        if not isinstance(op, OpOverload) or keeps(op):
+        if not isinstance(op, OpOverload) or keeps(op) or exact and op._opname in OF_VECTORS:
             continue
         row = rows.get(op)
         if row is None:

@@ -364,6 +364,9 @@ EXACT = {
     "product": (lambda x: (x @ W.t()).relu(), r(30, 48)),
     "convolution": (lambda x: (F.conv2d(x, FILTER) * BIAS[:32, None, None]).relu(), r(2, 16, 20, 20)),
     "attention": (lambda x: F.scaled_dot_product_attention(x, x + 1, x), r(2, 4, 32, 16)),
+    "matrix_and_vector": (lambda x: (x @ W[0]).relu(), r(33, 48)),
+    "matrix_and_vector_of_double": (lambda x: (x @ W[0].double()).relu(), r(33, 48).double()),
+    "vectors": (lambda x: x[0] @ x[1] + torch.vdot(x[2], x[3]), r(4, 777)),
 }
 
 

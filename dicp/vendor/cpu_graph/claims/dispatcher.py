@@ -36,7 +36,7 @@ LINEAR_ALGEBRA = """_linalg_check_errors _linalg_det _linalg_eigh _linalg_eigval
 TRANSFORMS = "_fft_c2c _fft_c2r _fft_r2c"
 
 # Products that BLAS and oneDNN do not have: integers, three operands, a table of distances, groups of rows.
-PRODUCTS = """mm bmm _int_mm _grouped_mm _trilinear _cdist_forward _cdist_backward _pdist_forward
+PRODUCTS = """mm bmm mv dot vdot _int_mm _grouped_mm _trilinear _cdist_forward _cdist_backward _pdist_forward
     _pdist_backward conv_tbc conv_tbc_backward _euclidean_dist"""
 
 # How large the result is depends on the data.
@@ -88,7 +88,9 @@ def aten_call(node: fx.Node) -> Claim | None:
         return None
     given = list(zip(op._schema.arguments, full_args(op, node.args, node.kwargs), strict=True))
     if op in SHIM_CALLS:
-        plain = all(carried(a.type, v) or _is_scalar(a.type, v) for a, v in given)
+        val = node.meta["val"]  # to an integer tensor a double would be another number than the user's
+        inexact = val.is_floating_point() or val.is_complex()
+        plain = all(carried(a.type, v) or inexact and _is_scalar(a.type, v) for a, v in given)
         return Claim(f"{op._opname}: ATen", _shim_call, as_traced=True) if plain else None
     if op._schema.is_mutable or not all(carried(a.type, v) for a, v in given):
         return None
