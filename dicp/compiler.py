@@ -23,6 +23,7 @@ from dicp.runtime.frozen import Frozen
 from dicp.runtime.parts import assemble_parts
 from dicp.runtime.program import Program, ResultMemory, make_program
 from dicp.runtime.progress import Progress
+from dicp.runtime.verified import Verified
 from dicp.schedule.defs import Buffer, Lowered
 from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import build_kernels
@@ -84,7 +85,10 @@ def compile_graph(
     with Progress(name) as progress:
         kept: ResultMemory = "saved" if role == "forward" else "kept"
         results = kept if config.keep_results else "new"
+        verified = Verified(name, gm, owned=role == "backward") if config.verify else None
         compiled = _compile(gm, _Job(name, role, Asked(vendor), config, progress, results))
+        if verified is not None:
+            verified.call, compiled.call = compiled.call, verified
     for observer in list(_observers):
         observer(compiled)
     return compiled

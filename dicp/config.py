@@ -46,7 +46,11 @@ class Config:
     """What a compile may be told. Frozen: two equal configs compile the same thing."""
 
     strict: bool = _option(False, "An op nobody covers is an error instead of an extern call.", codegen=True)
-    verify: bool = _option(False, "Check shape, dtype and stride of each node after each pass.", codegen=True)
+    verify: bool = _option(
+        False,
+        "Check shape, dtype and stride of each node after each pass, and results and inputs of each call.",
+        codegen=True,
+    )
     debug: int = _option(
         0,
         "Verbosity: 1 a line per graph, 2 time per kernel, 3 graph after each pass, 4 source, 5 kernel IR.",
@@ -109,9 +113,11 @@ class Config:
         values = {name: value for name in FIELDS if (value := _from_env(name)) is not None}
         if mode is not None:
             if mode not in MODES:
-                raise OptionError(f"unknown mode {mode!r}", todo=_suggest(mode, MODES))
+                raise OptionError(f"unknown mode {mode!r}", todo=_suggest(str(mode), MODES))
             values.update(MODES[mode])
-        for key, value in dict(options or {}).items():
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"options is {options!r}", todo="give a dict, as {'strict': True}")
+        for key, value in (options or {}).items():
             name = str(key).replace("-", "_")
             if name not in FIELDS:
                 raise OptionError(f"unknown option {key!r}", todo=_suggest(name, FIELDS))
