@@ -96,11 +96,14 @@ def _compile(
     from dicp.config import Config
     from dicp.dynamo_bridge.aot import compile_joint
     from dicp.dynamo_bridge.constant_masks import fold_masks
-    from dicp.errors import DicpError
-    from dicp.vendor.asking import Asked
+    from dicp.errors import DicpError, VendorError
+    from dicp.vendor.asking import Asked, remedy
 
     config = Config.make(mode, options)
     problem = Asked(vendor).available(config)
+    if problem is not None and not isinstance(problem, str):
+        what = f"{vendor.name}.available gave {problem!r}, which is neither None nor a text that says why not"
+        raise VendorError(what, todo=remedy(vendor))
     if problem:
         raise DicpError(f"{vendor.name} cannot run here: {problem}")
     if config.numerics != "eager":

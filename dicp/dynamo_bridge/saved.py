@@ -23,10 +23,11 @@ from dicp import compat
 from dicp.compat import autograd
 from dicp.compiler import Compiled
 from dicp.config import Config
-from dicp.errors import CacheError
+from dicp.errors import CacheError, DicpError, VendorError
 from dicp.runtime.artifact import Artifact, sources_digest, vendor_digest
 from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
+from dicp.runtime.failure import refuse_without_memory
 from dicp.runtime.frozen import Frozen
 from dicp.vendor.asking import Asked
 
@@ -49,7 +50,11 @@ class SavedGraph(autograd.output_code()):  # type: ignore[misc]
         self._boxed_call = True
 
     def __call__(self, inputs: list[Any]) -> Any:
-        return self.call(inputs)  # type: ignore[misc]
+        try:
+            return self.call(inputs)  # type: ignore[misc]
+        except RuntimeError as e:
+            refuse_without_memory(e)
+            raise
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         """Called by torch on what it has unpickled."""
@@ -86,7 +91,7 @@ class LateGraph(SavedGraph):
             self.shortcut.note()
             self.shortcut = None
         self.__class__ = SavedGraph
-        return self.call(inputs)  # type: ignore[misc]
+        return SavedGraph.__call__(self, inputs)
 
 
 def _unpickled(artifact: bytes, key: str = "") -> SavedGraph:
@@ -113,7 +118,9 @@ def load(data: bytes, vendor: Any, config: Config) -> Callable[[list[Any]], Any]
     return call  # type: ignore[no-any-return]
 
 
-def saved(compiled: Compiled, shortcut: autograd.Shortcut | None, late: bool, effects: bool) -> SavedGraph:
+def saved(
+    compiled: Compiled, config: Config, shortcut: autograd.Shortcut | None, late: bool, effects: bool
+) -> SavedGraph:
     """What the inner compiler returns for a graph; one that cannot be saved says why when torch tries to.
 
     late: the compile is that of a backward at its first call. effects: the graph takes effect tokens, which
@@ -121,13 +128,13 @@ def saved(compiled: Compiled, shortcut: autograd.Shortcut | None, late: bool, ef
     """
     if effects:
         return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: it orders effects")
-    save = getattr(compiled.program, "save", None)
-    if save is None:
+    if compiled.program.save is None:
         return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: its vendor cannot save programs")
     try:
-        program: Artifact = dataclasses.replace(save(), counts=compiled.counts)
+        program = dataclasses.replace(_artifact(compiled), counts=compiled.counts)
         artifact = program.to_bytes()
     except CacheError as e:
+        say(f"{compiled.name} is not kept: {e}", config)
         return SavedGraph(compiled.call, b"", problem=f"{compiled.name}: {e}")
     for unit in program.all_units:
         autograd.record_artifact(unit.key.digest, unit.to_bytes())
@@ -138,6 +145,20 @@ def saved(compiled: Compiled, shortcut: autograd.Shortcut | None, late: bool, ef
     graph = LateGraph(compiled.call, artifact, key)
     graph.shortcut = shortcut
     return graph
+
+
+def _artifact(compiled: Compiled) -> Artifact:
+    """What the vendor's `program.save` gives. Raises VendorError where that fails, or is no Artifact."""
+    what = f"{compiled.name}: the program's `save`"
+    try:
+        artifact = compiled.program.save()  # type: ignore[misc]
+    except DicpError:
+        raise
+    except Exception as e:  # a vendor's code may raise anything
+        raise VendorError(f"{what} failed: {type(e).__name__}: {e}") from e
+    if not isinstance(artifact, Artifact):
+        raise VendorError(f"{what} gave {artifact!r}, which is no Artifact")
+    return artifact
 
 
 def can_save(gm: fx.GraphModule, inputs: Sequence[Any], vendor: Any, config: Config) -> bool:

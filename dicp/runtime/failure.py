@@ -71,6 +71,18 @@ def refuse_tangents(args: Sequence[Any]) -> None:
             )
 
 
+def refuse_without_memory(e: RuntimeError) -> None:
+    """Raises DicpError where an input's memory was asked for, and it has none that torch would tell: fake
+    tensors pass as strided ones when the graph is traced."""
+    if "that doesn't have storage" in str(e):
+        raise DicpError(
+            "a compiled function was given a tensor without memory of its own: one of MKL-DNN's layout, or a "
+            "batch of gradients (is_grads_batched, vectorize=True)",
+            todo="call .to_dense() on such a tensor before; for batches of gradients compile the function "
+            "that takes them (torch.func.vmap), or take them one at a time",
+        ) from e
+
+
 NO_MEMORY = -(1 << 30)
 """The code of a segment that was given no memory where there should be some."""
 UNFORESEEN = 1 << 20

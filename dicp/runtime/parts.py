@@ -32,6 +32,7 @@ from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size
 from dicp.schedule.strides import dense_strides, order_of
 from dicp.schedule.traced import may_be_marked
+from dicp.vendor.asking import remedy
 from dicp.vendor.base import Claim, GraphVendor
 
 
@@ -50,7 +51,11 @@ def assemble_parts(
             claim = Claim(f"{vendor.name}: part of {step.calls} calls", lambda writer, call: None)
             program.items.append(Call((), "", step.outputs[-1], claim=claim))
             program.sources[f"part{step.number}.txt"] = show(step.gm, locations=True)
-            writer.part(step, vendor.build(step.gm, config), vendor.name)
+            run = vendor.build(step.gm, config)
+            if not callable(run):
+                what = f"{vendor.name}.build gave {run!r}, which is no function of the graph's inputs"
+                raise VendorError(what, todo=remedy(vendor))
+            writer.part(step, _Checked(run, step, vendor.name))
             continue
         writer.call(step)
         if step.target is not operator.getitem and not is_size(step) and not writes_input(step):
@@ -77,7 +82,6 @@ class _Writer:
         self.inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.names = {n: f"arg{k}" for k, n in enumerate(self.inputs)}
         self.globals = {**FIRST_GLOBALS, "expect": expect, "in_order": _in_order, "plain": plain}
-        self.globals["results"] = _results
         for node in gm.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self._global("constant", getattr(gm, str(node.target)))
@@ -89,14 +93,13 @@ class _Writer:
         self.lines.append("args.clear()")
         self.step, self.last = 0, self._last_steps(steps)
 
-    def part(self, part: Part, run: Callable[..., Sequence[Any]], vendor: str) -> None:
+    def part(self, part: Part, run: Callable[..., Sequence[Any]]) -> None:
         names = [self._name(n) for n in part.outputs]
         self.globals[f"part{part.number}"] = run
         args = ", ".join(
             f"plain({self.names[n]})" if may_be_marked(n) else self.names[n] for n in part.inputs
         )
-        due = self._global("due", tuple(map(_due, part.outputs)))
-        self.lines.append(f"{', '.join(names)}, = results(part{part.number}({args}), {due}, {vendor!r})")
+        self.lines.append(f"{', '.join(names)}, = part{part.number}({args})")
         for node, name in zip(part.outputs, names, strict=True):
             if isinstance(node.meta["val"], torch.Tensor):
                 self.lines.append(f"{name} = {self._as_traced(name, node.meta['val'])}")
@@ -182,20 +185,49 @@ def _due(node: fx.Node) -> tuple[torch.dtype, tuple[int | None, ...]] | None:
     return val.dtype, tuple(n if isinstance(n, int) else None for n in val.shape)
 
 
-def _results(found: Any, due: Sequence[Any], vendor: str) -> Any:
-    """What a part gave. Raises VendorError where that is not what was traced."""
-    if not isinstance(found, (tuple, list)) or len(found) != len(due):
-        raise VendorError(f"{vendor}: a part gave {type(found).__name__}, a tuple of {len(due)} is due")
-    for t, wanted in zip(found, due, strict=True):
+class _Checked:
+    """The function of a part, whose results are what was traced (VendorError if not), and whose exceptions
+    tell which part raised them. Can be pickled where the vendor's function can."""
+
+    def __init__(self, run: Callable[..., Sequence[Any]], part: Part, vendor: str) -> None:
+        self.run = run
+        self.due = tuple(map(_due, part.outputs))
+        self.makers = tuple(_maker(node) for node in part.outputs)
+        calls = [n for n in part.gm.graph.nodes if n.op == "call_function"]
+        first, last = (_maker(n) for n in (calls[0], calls[-1]))
+        self.label = f"{vendor}: part {part.number}, of {part.calls} calls from {first} to {last}"
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        try:
+            found = self.run(*args)
+        except Exception as e:  # as the vendor's code raised it
+            e.add_note(f"raised by {self.label}")
+            raise
+        if not isinstance(found, (tuple, list)):
+            raise VendorError(f"{self.label}, gave {type(found).__name__}, where a tuple or list is due")
+        if len(found) != len(self.due):
+            raise VendorError(f"{self.label}, gave {len(found)} results, where {len(self.due)} are due")
+        for k, t in enumerate(found):
+            self._check(k, t)
+        return found
+
+    def _check(self, k: int, t: Any) -> None:
+        wanted = self.due[k]
         if wanted is None:
-            continue
+            return
         dtype, shape = wanted
         gave = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
         fits = isinstance(t, torch.Tensor) and t.dtype == dtype and len(t.shape) == len(shape)
         if not fits or any(want not in (None, n) for n, want in zip(t.shape, shape, strict=True)):
             sizes = ["?" if n is None else n for n in shape]
-            raise VendorError(f"{vendor}: a part gave {gave}, where {dtype} {sizes} is due")
-    return found
+            which = f"result {k + 1} of {len(self.due)}, of {self.makers[k]}"
+            raise VendorError(f"{self.label}, gave {gave} as {which}, where {dtype} {sizes} is due")
+
+
+def _maker(node: fx.Node) -> str:
+    """An op and where the user calls it."""
+    where = user_location(node)
+    return op_name(node.target) + (f" ({where})" if where else "")
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

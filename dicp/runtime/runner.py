@@ -30,6 +30,7 @@ from dicp.runtime.program import Program, Segment
 from dicp.runtime.sizes import Sizes, spelled
 from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
 from dicp.schedule.memory import touched
+from dicp.vendor.asking import claim_error, emit
 
 
 @dataclass(eq=False)
@@ -341,6 +342,15 @@ class Runner:
                 self.sizes.bind(b, source)
 
     # -- what claims write with, in vendors whose segments are lines of this function ------------------------
+
+    def claimed(self, call: Call) -> None:
+        """A library call, as its claim writes it. VendorError where that fails, or leaves a result that the
+        library allocates without `keep`."""
+        emit(self, call)
+        made = (b for b in call.outputs if b is not None and b.kind == "library")
+        lost = [b.name for b in made if self.plan.find(b.name) == b.name and b.name not in self.names]
+        if lost:
+            raise claim_error(call, f"nothing keeps {', '.join(lost)}, which the library allocates (`keep`)")
 
     def line(self, text: str, note: str = "") -> None:
         """A statement of the function, with a comment."""

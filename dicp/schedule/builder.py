@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.errors import VendorError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
@@ -31,6 +32,8 @@ from dicp.schedule.strides import (
 )
 from dicp.schedule.symbols import Symbols
 from dicp.schedule.traced import note_of, shape_env
+from dicp.vendor.asking import remedy
+from dicp.vendor.base import Machine
 
 aten = torch.ops.aten
 
@@ -42,7 +45,10 @@ class DefinitionBuilder:
 
     def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
         self.out = Lowered()
-        self.out.machine = vendor.machine(config)
+        self.out.machine = machine = vendor.machine(config)
+        if not isinstance(machine, Machine):
+            what = f"{vendor.name}.machine gave {machine!r}, which is no Machine"
+            raise VendorError(what, todo=remedy(vendor))
         self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(shape_env(gm))
         self.home = Home(gm, self.out.machine.device, vendor.device)

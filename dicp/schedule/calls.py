@@ -32,6 +32,8 @@ def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
         args, kwargs = low.arguments(node, called=True)
         if claim.prepare is not None:
             args = claim.prepare(low, node, args)
+            if not isinstance(args, (tuple, list)):
+                raise TypeError(f"`prepare` gave {args!r}, where the call's arguments are due")
         if claim.updates:
             args = (low.overwritable(args[0], dense=True), *args[1:])
         args, kwargs = low.operands(args), {k: low.operands(v) for k, v in kwargs.items()}
@@ -149,13 +151,16 @@ def overwrite(low: Lowering, copy: fx.Node, over: Buffer | Raw, source: Any) -> 
 
 def _refuse_if_strict(low: Lowering, node: fx.Node, why: str) -> None:
     if low.config.strict:
-        where = user_location(node)
-        raise UnsupportedOp(
-            f"{node.target}: {low.vendor.name} has no code for this op ({why})",
-            where=where or (),
-            todo="drop options={'strict': True} to run it as an extern aten call, "
-            "or add a row to dicp/ops (docs/adding_an_op.md)",
-        )
+        where, name = user_location(node), low.vendor.name
+        todo = "drop options={'strict': True} to run it as an extern aten call, or "
+        if getattr(node.target, "namespace", "") == "dicp":
+            todo += f"have {name}.claim give one for it, or {name}.supports refuse it"
+        elif isinstance(node.target, torch._ops.OpOverload) and low.vendor.keeps(node.target):
+            todo += f"have {name}.claim give one for it, or {name}.keeps leave it to be decomposed"
+        else:
+            todo += "add a row to dicp/ops (docs/adding_an_op.md)"
+        what = f"{node.target}: {name} has no code for this op ({why})"
+        raise UnsupportedOp(what, where=where or (), todo=todo)
 
 
 def _as_traced(low: Lowering, a: Any) -> Any:

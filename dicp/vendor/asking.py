@@ -14,6 +14,7 @@ from dicp.vendor.base import takes_graphs
 
 _EVERY = ("name", "device", "available", "supports", "keeps", "fingerprint")
 _KERNEL = ("claim", "machine", "assemble")
+_DATA = ("name", "device", "layout_costs")
 
 
 class Asked:
@@ -25,7 +26,12 @@ class Asked:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._vendor, name)
-        return functools.partial(self._ask, name, value) if callable(value) else value
+        if callable(value):
+            return functools.partial(self._ask, name, value)
+        if name not in _DATA:
+            what = f"{self._vendor.name}.{name} is {value!r}, not a function"
+            raise VendorError(what, todo=remedy(self._vendor))
+        return value
 
     def _ask(self, name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -33,11 +39,36 @@ class Asked:
         except (DicpError, torch.OutOfMemoryError):
             raise
         except Exception as e:  # a vendor's code may raise anything
-            node = next((a for a in args if isinstance(a, fx.Node)), None)
-            about = "" if node is None else f" on {node.target}"
-            where = "" if node is None else user_location(node) or ""
+            about, where = _about(args)
             what = f"{self._vendor.name}.{name} failed{about}: {type(e).__name__}: {e}"
             raise VendorError(what, where=where, todo=remedy(self._vendor)) from e
+
+
+def emit(writer: Any, call: Any) -> None:
+    """Have the claim of a Call (schedule/defs.py) write it. Raises VendorError, with the claim, the op and
+    the user's line, where that raises anything but a DicpError."""
+    try:
+        call.claim.emit(writer, call)
+    except (DicpError, torch.OutOfMemoryError):
+        raise
+    except Exception as e:  # a vendor's code may raise anything
+        raise claim_error(call, f"{type(e).__name__}: {e}") from e
+
+
+def claim_error(call: Any, problem: str) -> VendorError:
+    """What is wrong with how a claim wrote a call."""
+    what = f"the claim {call.claim.name!r} could not write its call of {call.node.target}: {problem}"
+    ours = getattr(call.claim.emit, "__module__", "").partition(".")[0] == "dicp"
+    return VendorError(what, where=user_location(call.node) or "", todo=REPORT if ours else "")
+
+
+def _about(args: tuple[Any, ...]) -> tuple[str, str]:
+    """Which op a vendor was asked about, and where the user calls it, as far as it was told."""
+    node = next((a for a in args if isinstance(a, fx.Node)), None)
+    if node is not None:
+        return f" on {node.target}", user_location(node) or ""
+    op = next((a for a in args if isinstance(a, torch._ops.OpOverload)), None)
+    return ("" if op is None else f" on {op}"), ""
 
 
 def remedy(vendor: Any) -> str:
@@ -56,4 +87,4 @@ def require_whole(vendor: Any, name: str) -> None:
         raise VendorError(f"vendor {name!r} ({type(vendor).__name__}) lacks {', '.join(missing)}")
 
 
-__all__ = ["Asked", "remedy", "require_whole"]
+__all__ = ["Asked", "claim_error", "emit", "remedy", "require_whole"]

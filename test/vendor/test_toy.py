@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -128,6 +129,49 @@ def test_a_claim_that_fails_or_is_none() -> None:
     assert "claims aten.mm.default by True" in str(failure(Faulty(claim=lambda node, config: True)))
 
 
+def product_by(**how: Any) -> Faulty:
+    """A vendor that claims products so."""
+    claim = Claim("mine", **how)
+    return Faulty(claim=lambda node, config: claim if "mm" in str(node.target) else None)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"emit": fails}, "KeyError: 'no such word'"),
+        ({"emit": lambda writer, call: writer.line("result = 1")}, ", which the library allocates (`keep`)"),
+        ({"emit": toy.emit_new, "prepare": lambda low, node, args: None}, "`prepare` gave None"),
+    ],
+)
+def test_a_claim_that_writes_wrongly_is_named(how: dict[str, Any], text: str) -> None:
+    error = str(failure(product_by(**how)))
+    assert "the claim 'mine'" in error and "aten.mm.default" in error and text in error
+    assert Path(__file__).name in error and "report it" not in error
+
+
+@pytest.mark.parametrize(
+    ("instead", "text"),
+    [
+        ({"available": lambda config: True}, "toy.available gave True, which is neither None nor a text"),
+        ({"machine": lambda config: None}, "toy.machine gave None, which is no Machine"),
+        ({"emits": True}, "toy.emits is True, not a function"),
+    ],
+)
+def test_what_is_no_answer_is_told(instead: dict[str, Any], text: str) -> None:
+    assert text in str(failure(Faulty(**instead)))
+
+
+def test_an_op_whose_keeping_fails_is_named() -> None:
+    assert re.search(r"toy.keeps failed on aten\.\w+\.\w+: KeyError", str(failure(Faulty(keeps=fails))))
+
+
+def test_strict_tells_which_promise_was_broken() -> None:
+    torch._dynamo.reset()
+    kept = Faulty(claim=lambda node, config: None)
+    with pytest.raises(BackendCompilerFailed, match=r"toy\.claim give one for it, or toy\.keeps leave it"):
+        torch.compile(lambda x: x @ x, backend=backend_for(kept), options={"strict": True})(r(4, 4))
+
+
 def test_what_assemble_gives() -> None:
     """Something to call; AOTAutograd need not be told that it takes a list."""
     assert "assemble gave None" in str(failure(Faulty(assemble=lambda program, config: None)))
@@ -241,7 +285,7 @@ def test_packages_that_are_no_vendors_and_one_more_for_the_cpu(tmp_path: Path) -
         from dicp import info, vendor
         from dicp.errors import VendorError
         assert vendor.for_device("cpu").name == "cpu_graph"
-        found = info._vendors()
+        found = info.collect()["vendors"]
         assert found["acme"] == "ready", found
         assert "of the package toy) cannot be loaded: ModuleNotFoundError" in found["boom"], found
         assert "the class Toy, not an object of it" in found["aclass"], found

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 import toy_graph
 from graphs import graph_of
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.autograd import forward_ad
 
 import dicp
 from dicp.compiler import Compiled, compile_graph, observe
 from dicp.config import Config
-from dicp.errors import DicpError, VendorError
+from dicp.errors import DicpError, VendorError, VerifyError
 from dicp.ir.verify import insert
 
 
@@ -66,20 +67,62 @@ def test_a_tangent_is_refused() -> None:
 @pytest.mark.parametrize(
     ("gives", "text"),
     [
-        (lambda x: [x.double()], "gave torch.float64 [1, 4], where torch.float32 [1, 4] is due"),
-        (lambda x: [x[0]], "gave torch.float32 [4], where torch.float32 [1, 4] is due"),
-        (lambda x: x, "gave Tensor, a tuple of 1 is due"),
-        (lambda x: [x, x], "gave list, a tuple of 1 is due"),
+        (lambda x: [x.double()], "gave torch.float64 [1, 4] as result 1 of 1, of mul"),
+        (lambda x: [x[0]], "gave torch.float32 [4] as result 1 of 1, of mul"),
+        (lambda x: x, "gave Tensor, where a tuple or list is due"),
+        (lambda x: [x, x], "gave 2 results, where 1 are due"),
     ],
 )
 def test_a_part_that_gives_something_else(gives: Callable[..., Any], text: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(VendorError, match=re.escape(text)) as raised:
+        torch.compile(lambda x: x.exp() * 2, backend=dicp.backend(built_as(gives)))(r(1, 4))
+    assert re.search(r"toy_graph: part 0, of 2 calls from exp \(.*test_toy_graph.py:\d+", str(raised.value))
+
+
+def built_as(function: Any) -> toy_graph.ToyGraph:
+    """A vendor whose every part is this function."""
+
     class Wrong(toy_graph.ToyGraph):
-        def build(self, gm: torch.fx.GraphModule, config: Any) -> Callable[..., Any]:
-            return gives
+        def build(self, gm: torch.fx.GraphModule, config: Any) -> Any:
+            return function
+
+    return Wrong()
+
+
+def test_a_part_that_raises_tells_which_it_is() -> None:
+    def fails(x: Any) -> Any:
+        raise IndexError("out of range")
 
     torch._dynamo.reset()
-    with pytest.raises(VendorError, match=re.escape(text)):
-        torch.compile(lambda x: x.exp() * 2, backend=dicp.backend(Wrong()))(r(1, 4))
+    with pytest.raises(IndexError) as raised:
+        torch.compile(lambda x: x.exp() * 2, backend=dicp.backend(built_as(fails)))(r(1, 4))
+    assert any("toy_graph: part 0, of 2 calls from exp" in note for note in raised.value.__notes__)
+
+
+def test_a_build_that_gives_no_function() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="build gave None, which is no function"):
+        torch.compile(lambda x: x.exp() * 2, backend=dicp.backend(built_as(None)))(r(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("gives", "text"),
+    [
+        (lambda x: [x], r"result 0 \(mul\) shares the memory of an input"),
+        (lambda x: [x.add_(1) * 1], "input 0 was written"),
+    ],
+)
+def test_verified_calls_find_what_only_shows_later(
+    gives: Callable[..., Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DICP_VERIFY", "1")
+    torch._dynamo.reset()
+    with pytest.raises(VerifyError, match=text):
+        torch.compile(lambda x: x.exp() * 2, backend=dicp.backend(built_as(gives)))(r(1, 4))
+    run = torch.compile(lambda x: (x.exp() * 2, x[0], x), backend=toy_graph.backend)
+    x = r(3, 4)
+    torch.testing.assert_close(run(x)[0], x.exp() * 2)
 
 
 def test_a_part_is_given_memory_that_holds_the_elements() -> None:

@@ -19,6 +19,7 @@ from dicp.ir.index import Index
 from dicp.runtime.failure import NO_MEMORY, UNFORESEEN
 from dicp.schedule.defs import Buffer, Call, View, operands, views
 from dicp.schedule.kernels import Item, Launch
+from dicp.vendor.asking import emit
 from dicp.vendor.cpu_graph import codegen
 from dicp.vendor.cpu_graph.build import Unit
 from dicp.vendor.cpu_graph.expression import STORAGE, index_text
@@ -336,7 +337,7 @@ class SegmentWriter:
 
     def _library(self, call: Call) -> None:
         self.lines, self.made = [], {}
-        call.claim.emit(self, call)
+        emit(self, call)
         note = f"  // {call.note}"
         moved = _moved(
             [v.buffer for v in views((call.args, call.kwargs))] + [b for b in call.outputs if b is not None]

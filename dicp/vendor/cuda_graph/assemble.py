@@ -346,7 +346,7 @@ class DeviceRunner(Runner):
     # -- library calls ---------------------------------------------------------------------------------------
 
     def _library(self, call: Call) -> None:
-        call.claim.emit(self, call)
+        self.claimed(call)
 
     def name(self, stem: str, what: Any) -> str:
         """A global of the function."""

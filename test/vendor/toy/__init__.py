@@ -145,7 +145,7 @@ class ToyRunner(Runner):
                 args = [*map(self.flat, item.buffers), *sizes, f"MESSAGES[{item.first_check}:]"]
                 self.lines.append(f"{function_name(item)}({', '.join(args)})")
             else:
-                item.claim.emit(self, item)
+                self.claimed(item)
 
     def flat(self, b: Buffer) -> str:
         return self.view(View(b, (0 if 0 in b.shape else b.span,), (1,)))
