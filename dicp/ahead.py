@@ -33,8 +33,11 @@ def precompile(
 
     The model runs once per size, under the grad mode of the caller; results that need gradients run the
     backward too. Random state, buffers and gradients are put back. Call it at the start of each process: what
-    an earlier one compiled is only loaded. Raises ValueError for shapes that do not fit the arguments.
+    an earlier one compiled is only loaded. Raises TypeError where the arguments are a bare tensor, and
+    ValueError for sizes that are none, or do not fit the arguments.
     """
+    if isinstance(example_inputs, torch.Tensor):
+        raise TypeError("example_inputs is a tensor: give the arguments as a sequence, (x,)")
     named = isinstance(example_inputs, Mapping)
     flat, spec = tree_flatten(dict(example_inputs) if named else tuple(example_inputs))
     variants = [flat] if sizes is None else _variants(flat, sizes)
@@ -49,6 +52,8 @@ def precompile(
 def _variants(flat: list[Any], sizes: Sequence[Any]) -> list[list[Any]]:
     """The flat arguments for each size, varying dimensions marked."""
     places = [k for k, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+    if not sizes or not all(isinstance(size, (tuple, list)) for size in sizes):
+        raise ValueError(f"sizes: {sizes!r} is no list of shapes, as [(1, 128), (8, 512)] is")
     listed = [_shapes(size, [flat[k] for k in places]) for size in sizes]
     variants = []
     for shapes in listed:

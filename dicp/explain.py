@@ -51,6 +51,8 @@ class Explanation:
             f"first call {self.total_seconds:.2f} s"
         ]
         lines += [f"  break: {b}" for b in self.breaks]
+        if not self.graphs:
+            lines.append("  no graph came to dicp: Dynamo left all to eager, or the backend is another's")
         for g in self.graphs:
             lines.append("")
             counts = (g.kernels, "kernel"), (g.library, "library call"), (g.externs, "extern")

@@ -19,14 +19,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _vendors() -> dict[str, str]:
+def _vendors(config: Any) -> dict[str, str]:
     """Each installed vendor: "ready", or what it lacks."""
     from dicp import vendor as vendors
-    from dicp.config import Config
     from dicp.errors import VendorError
     from dicp.vendor.asking import Asked
 
-    config = Config.make(None, None)
     found = {}
     for name in vendors.names():
         try:
@@ -41,11 +39,15 @@ def collect() -> dict[str, Any]:
     import torch
 
     from dicp.config import Config
+    from dicp.errors import OptionError
     from dicp.runtime.cache import default_root
     from dicp.runtime.cpu import cpu_name
     from dicp.vendor.cpu_graph import toolchain
 
-    config = Config.make(None, None)
+    try:
+        config, wrong = Config.make(None, None), {}
+    except OptionError as e:
+        config, wrong = Config(), {"environment": e.what}
     tools, problem = toolchain.find(config)
     return {
         "dicp": dicp.__version__,
@@ -60,8 +62,9 @@ def collect() -> dict[str, Any]:
         "isa": toolchain.host_isa(config),
         "compiler": f"{' '.join(tools.command)} ({tools.identity})" if tools else f"none: {problem}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "vendors": _vendors(),
+        "vendors": _vendors(config),
         "cache": str(default_root(config)),
+        **wrong,
     }
 
 

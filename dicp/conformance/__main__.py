@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -89,6 +90,28 @@ def shard_of(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
+def pattern_of(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise SystemExit(f"--ops {text!r} is no regular expression: {e}") from e
+    return text
+
+
+def dtypes_of(text: str) -> tuple[str, ...]:
+    """`float32,int64` -> (float32, int64)"""
+    from .unit import dtype_named
+
+    names = tuple(d for d in text.split(",") if d)
+    for name in names:
+        try:
+            dtype_named(name)
+        except ValueError as e:
+            raise SystemExit(f"--dtypes {text}: {e}") from e
+    return names
+
+
 def _need(device: str) -> None:
     import torch
 
@@ -111,16 +134,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return docs(argv[1:])
     args = parser().parse_args(argv)
     from .plan import Plan
-    from .unit import dtype_named
 
+    if args.report and args.resume is None:
+        raise SystemExit("--report tells what --resume DIR holds: name the folder")
     backend = args.backend or vendors.backend_of(args.vendor)
     device = args.device or ("cpu" if args.backend else vendors.device_of(args.vendor))
-    dtypes = tuple(d for d in args.dtypes.split(",") if d)
-    for d in dtypes:
-        dtype_named(d)
     plan = Plan(
-        args.ops,
-        dtypes,
+        pattern_of(args.ops),
+        dtypes_of(args.dtypes),
         args.dynamic or args.only_dynamic,
         args.grad or args.only_grad,
         args.samples,
@@ -240,6 +261,10 @@ def finish(
 
     report = reports.build(backend, results, seconds, device)
     print(reports.text(report, args.verbose))
+    if results and not any(r.cases for r in results):
+        which = f"no case {args.case}" if args.case else "no case"
+        print(f"{which} in {len(results)} units: nothing was checked; --verbose lists them without --case")
+        return 2
     if results and not args.backend and not any(r.kernels or r.library for r in results):
         print(f"no kernel and no library call of {args.vendor} ran on {device}: all that ran were externs")
     if args.json:

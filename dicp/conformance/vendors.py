@@ -30,7 +30,10 @@ def require_backend(name: str, modules: Sequence[str]) -> None:
     import torch
 
     for module in modules:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ImportError as e:
+            raise SystemExit(f"--import {module}: {e}") from e
     if name not in torch.compiler.list_backends(exclude_tags=()):
         raise SystemExit(
             f"torch knows no backend {name!r}: a package has to name it under the entry-point group "

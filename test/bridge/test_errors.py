@@ -60,6 +60,11 @@ def test_unknown_words_are_refused_with_near_matches(given: dict, near: str) -> 
     assert f"did you mean '{near}'" in str(error)
 
 
+@pytest.mark.parametrize("given", [{"mode": 3}, {"options": ["strict"]}])
+def test_words_of_another_type_are_refused(given: dict) -> None:
+    assert isinstance(failure(lambda x: x + 1, r(3), **given), OptionError)
+
+
 def test_option_of_the_wrong_type() -> None:
     error = failure(lambda x: x + 1, r(3), options={"strict": "yes"})
     assert isinstance(error, OptionError) and "bool" in str(error)
@@ -379,6 +384,20 @@ def test_tensors_without_memory_are_refused(dynamic: bool) -> None:
             fn(torch.randn(4, 4))
     with pytest.raises(DicpError, match="no memory"):
         compiled[0](torch._efficientzerotensor(4, 4))
+
+
+def test_what_torch_tells_no_memory_of_is_refused() -> None:
+    x = torch.randn(4, requires_grad=True)
+    y = torch.compile(lambda x: x.sin() * 2, backend="dicp_cpu")(x)
+    with pytest.raises(DicpError, match="is_grads_batched"):
+        torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
+    with pytest.raises(DicpError, match="MKL-DNN"):
+        torch.compile(lambda x: x.relu(), backend="dicp_cpu")(torch.randn(4, 4).to_mkldnn())
+
+
+def test_unsigned_integers_that_eager_does_not_add() -> None:
+    with pytest.raises(NotImplementedError, match="UInt16"):
+        torch.compile(lambda x: x + x, backend="dicp_cpu")(torch.ones(4, dtype=torch.uint16))
 
 
 def test_tangents_are_refused_where_they_would_be_lost() -> None:

@@ -162,6 +162,11 @@ def test_precompile_leaves_the_model_as_it_was() -> None:
 def test_precompile_refuses_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         dicp.precompile(Net(), (torch.arange(8).view(2, 4),), [(2, 4, 3)])
+    for sizes in ((2, 4), [2], []):
+        with pytest.raises(ValueError, match="no list of shapes"):
+            dicp.precompile(Net(), (torch.arange(8).view(2, 4),), sizes)
+    with pytest.raises(TypeError, match=r"as a sequence, \(x,\)"):
+        dicp.precompile(Net(), torch.arange(8).view(2, 4))
 
 
 def test_no_compile_after_precompile() -> None:

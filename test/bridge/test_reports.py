@@ -77,6 +77,7 @@ def test_explain_stays_a_function_after_use() -> None:
     dicp.explain(lambda x: x + 1, r(3), backend="dicp_cpu")
     importlib.import_module("dicp.explain")
     assert str(dicp.explain(lambda x: x + 1, r(3), backend="dicp_cpu")).startswith("1 graph")
+    assert "no graph came to dicp" in str(dicp.explain(lambda x: x + 1, r(3), backend="eager"))
 
 
 def test_dump_writes_every_stage(tmp_path: Path) -> None:

@@ -771,6 +771,26 @@ assert len(opdb.operators()) > 500 and "expecttest" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (["--ops", "("], "no regular expression"),
+        (["--ops", "^sin$", "--dtypes", "float33"], "no such dtype: 'float33'"),
+        (["--ops", "^sin$", "--import", "no_such_module"], "no_such_module"),
+        (["--ops", "^sin$", "--report"], "--resume DIR"),
+    ],
+)
+def test_wrong_options_are_one_line(wrong: list[str], text: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(wrong)
+    assert text in str(stop.value) and "\n" not in str(stop.value)
+
+
+def test_a_case_that_is_not_there_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--ops", "^sin$", "--dtypes", "float32", "--case", "s99"]) == 2
+    assert "no case s99" in capsys.readouterr().out
+
+
 def test_without_a_gpu_the_vendor_that_needs_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = ["--vendor", "cuda_graph", "--ops", "^exp$", "--dtypes", "float32", "--samples", "1"]
