@@ -40,6 +40,9 @@ class Kernels:
     def supports(self, target: Any, node: Node) -> bool:
         return False
 
+    def keeps(self, op: Any) -> bool:
+        return False
+
     def machine(self, config: Any) -> Machine:
         return Machine(torch.get_num_threads())
 

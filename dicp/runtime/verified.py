@@ -34,10 +34,9 @@ class Verified:
 
     owned: the caller keeps none of its inputs (a backward), so that they are not looked at."""
 
-    _boxed_call = True
-
     def __init__(self, name: str, gm: fx.GraphModule, owned: bool) -> None:
         self.name = name
+        self._boxed_call = True
         self.call: Callable[[list[Any]], Any] | None = None
         self.due = [_due(r) for r in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]

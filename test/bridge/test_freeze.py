@@ -21,6 +21,7 @@ import dicp
 from dicp import compat
 from dicp.compiler import Compiled, observe
 from dicp.runtime.frozen import RESTLESS, Frozen
+from dicp.runtime.verified import Verified
 from dicp.vendor.cpu_graph.claims.common import multiplies
 from dicp.vendor.cpu_graph.packing import pack
 
@@ -111,8 +112,9 @@ class Watched:
     @property
     def frozen(self) -> Frozen:
         (graph,) = self.graphs
-        assert isinstance(graph.call, Frozen)
-        return graph.call
+        call = graph.call.call if isinstance(graph.call, Verified) else graph.call
+        assert isinstance(call, Frozen)
+        return call
 
     @property
     def runs(self) -> int:
