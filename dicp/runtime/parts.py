@@ -27,6 +27,7 @@ from dicp.runtime.bits import plain
 from dicp.runtime.called import expect
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.program import Program
+from dicp.runtime.verified import Due, maker
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size
@@ -177,24 +178,15 @@ class _Writer:
         return repr(a) if a is None or isinstance(a, (bool, int, str)) else self._global("value", a)
 
 
-def _due(node: fx.Node) -> tuple[torch.dtype, tuple[int | None, ...]] | None:
-    """dtype and sizes (None: symbolic) of a result that is a tensor."""
-    val = node.meta["val"]
-    if not isinstance(val, torch.Tensor):
-        return None
-    return val.dtype, tuple(n if isinstance(n, int) else None for n in val.shape)
-
-
 class _Checked:
     """The function of a part, whose results are what was traced (VendorError if not), and whose exceptions
     tell which part raised them. Can be pickled where the vendor's function can."""
 
     def __init__(self, run: Callable[..., Sequence[Any]], part: Part, vendor: str) -> None:
         self.run = run
-        self.due = tuple(map(_due, part.outputs))
-        self.makers = tuple(_maker(node) for node in part.outputs)
+        self.due = tuple(map(Due.of, part.outputs))
         calls = [n for n in part.gm.graph.nodes if n.op == "call_function"]
-        first, last = (_maker(n) for n in (calls[0], calls[-1]))
+        first, last = (maker(n) for n in (calls[0], calls[-1]))
         self.label = f"{vendor}: part {part.number}, of {part.calls} calls from {first} to {last}"
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -207,27 +199,11 @@ class _Checked:
             raise VendorError(f"{self.label}, gave {type(found).__name__}, where a tuple or list is due")
         if len(found) != len(self.due):
             raise VendorError(f"{self.label}, gave {len(found)} results, where {len(self.due)} are due")
-        for k, t in enumerate(found):
-            self._check(k, t)
+        for k, (t, due) in enumerate(zip(found, self.due, strict=True)):
+            if due is not None and (wrong := due.mismatch(t)):
+                which = f"result {k + 1} of {len(found)}, of {due.made_by}"
+                raise VendorError(f"{self.label}, gave as {which}, {wrong}")
         return found
-
-    def _check(self, k: int, t: Any) -> None:
-        wanted = self.due[k]
-        if wanted is None:
-            return
-        dtype, shape = wanted
-        gave = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
-        fits = isinstance(t, torch.Tensor) and t.dtype == dtype and len(t.shape) == len(shape)
-        if not fits or any(want not in (None, n) for n, want in zip(t.shape, shape, strict=True)):
-            sizes = ["?" if n is None else n for n in shape]
-            which = f"result {k + 1} of {len(self.due)}, of {self.makers[k]}"
-            raise VendorError(f"{self.label}, gave {gave} as {which}, where {dtype} {sizes} is due")
-
-
-def _maker(node: fx.Node) -> str:
-    """An op and where the user calls it."""
-    where = user_location(node)
-    return op_name(node.target) + (f" ({where})" if where else "")
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

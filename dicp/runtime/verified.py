@@ -19,14 +19,42 @@ from dicp.passes.facts import base_of, mutated_arguments
 
 
 @dataclass(frozen=True)
-class _Due:
-    """A result as traced. given: it is an input, or a view of one."""
+class Due:
+    """A result that is a strided tensor, as traced. given: it is an input, or a view of one. made_by: the op,
+    and where the user calls it."""
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]  # None: symbolic
     given: bool
     made_by: str
-    where: str
+
+    @staticmethod
+    def of(result: Any) -> Due | None:
+        """None for other results."""
+        val = result.meta.get("val") if isinstance(result, fx.Node) else None
+        if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+            return None
+        shape = tuple(n if isinstance(n, int) else None for n in val.shape)
+        given = base_of(result).op in ("placeholder", "get_attr")
+        return Due(val.dtype, shape, given, maker(result))
+
+    def mismatch(self, t: Any) -> str:
+        """What it is instead of what is due; "" where dtype and sizes fit."""
+        if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.dim() == len(self.shape):
+            if all(want in (None, n) for n, want in zip(t.shape, self.shape, strict=True)):
+                return ""
+        is_now = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+        sizes = ["?" if n is None else n for n in self.shape]
+        return f"{is_now}, where {self.dtype} {sizes} is due"
+
+
+def maker(node: fx.Node) -> str:
+    """An op and where the user calls it."""
+    where = user_location(node)
+    return op_name(node.target) + (f" ({where})" if where else "")
+
+
+_WHOSE = "this is the vendor's, or a pass's"
 
 
 class Verified:
@@ -38,7 +66,7 @@ class Verified:
         self.name = name
         self._boxed_call = True
         self.call: Callable[[list[Any]], Any] | None = None
-        self.due = [_due(r) for r in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        self.due = [Due.of(r) for r in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         written = {base_of(n) for call in gm.graph.nodes for n in mutated_arguments(call)}
         self.untouched = [] if owned else [k for k, n in enumerate(inputs) if n not in written]
@@ -63,31 +91,12 @@ class Verified:
         for k, (t, due) in enumerate(zip(results, self.due, strict=True)):
             if due is None:
                 continue
-            problem = _problem(t, due, storages)
-            if problem:
-                what = f"{self.name}: result {k} ({due.made_by}) {problem}"
-                raise VerifyError(what, where=due.where, todo="this is the vendor's, or a pass's")
-
-
-def _due(result: Any) -> _Due | None:
-    val = result.meta.get("val") if isinstance(result, fx.Node) else None
-    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
-        return None
-    shape = tuple(n if isinstance(n, int) else None for n in val.shape)
-    given = base_of(result).op in ("placeholder", "get_attr")
-    return _Due(val.dtype, shape, given, op_name(result.target), user_location(result) or "")
-
-
-def _problem(t: Any, due: _Due, storages: set[int]) -> str:
-    if not isinstance(t, torch.Tensor):
-        return f"is {type(t).__name__}, traced as a tensor"
-    sizes = ["?" if n is None else n for n in due.shape]
-    fits = t.dtype == due.dtype and t.dim() == len(sizes)
-    if not fits or any(want not in (None, n) for n, want in zip(t.shape, due.shape, strict=True)):
-        return f"is {t.dtype} {list(t.shape)}, traced as {due.dtype} {sizes}"
-    if not due.given and t.layout == torch.strided and t.untyped_storage().data_ptr() in storages:
-        return "shares the memory of an input, of which it is no view"
-    return ""
+            what = f"{self.name}: result {k}, of {due.made_by}"
+            if wrong := due.mismatch(t):
+                raise VerifyError(f"{what}, is {wrong}", todo=_WHOSE)
+            if not due.given and _is_plain(t) and t.untyped_storage().data_ptr() in storages:
+                wrong = "shares the memory of an input, of which it is no view"
+                raise VerifyError(f"{what}, {wrong}", todo=_WHOSE)
 
 
 def _is_plain(t: Any) -> bool:
@@ -99,4 +108,4 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-__all__ = ["Verified"]
+__all__ = ["Due", "Verified", "maker"]

@@ -67,8 +67,8 @@ def test_a_tangent_is_refused() -> None:
 @pytest.mark.parametrize(
     ("gives", "text"),
     [
-        (lambda x: [x.double()], "gave torch.float64 [1, 4] as result 1 of 1, of mul"),
-        (lambda x: [x[0]], "gave torch.float32 [4] as result 1 of 1, of mul"),
+        (lambda x: [x.double()], "torch.float64 [1, 4], where torch.float32 [1, 4] is due"),
+        (lambda x: [x[0]], "torch.float32 [4], where torch.float32 [1, 4] is due"),
         (lambda x: x, "gave Tensor, where a tuple or list is due"),
         (lambda x: [x, x], "gave 2 results, where 1 are due"),
     ],
@@ -109,7 +109,7 @@ def test_a_build_that_gives_no_function() -> None:
 @pytest.mark.parametrize(
     ("gives", "text"),
     [
-        (lambda x: [x], r"result 0 \(mul\) shares the memory of an input"),
+        (lambda x: [x], r"result 0, of mul .*shares the memory of an input"),
         (lambda x: [x.add_(1) * 1], "input 0 was written"),
     ],
 )
