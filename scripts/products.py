@@ -1,4 +1,4 @@
-"""What docs/tuning.md says of products: GF/s of ATen's low precision beside float32's with the conversions
+"""What docs/cpu_graph.md says of products: GF/s of ATen's low precision beside float32's with the conversions
 and beside dicp_cpu's; int8 weights; bf16 into memory that is given; and of float32 by MKL, by oneDNN and by
 what dicp_cpu calls, with how far each errs.
 

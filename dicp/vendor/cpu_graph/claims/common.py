@@ -54,7 +54,7 @@ def onednn_has(dtype: torch.dtype | None) -> bool:
 @functools.cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether torch's libraries have products of a low precision on this processor. Where they have none,
-    ATen multiplies element by element (docs/tuning.md has what that takes)."""
+    ATen multiplies element by element (docs/cpu_graph.md has what that takes)."""
     asked = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",

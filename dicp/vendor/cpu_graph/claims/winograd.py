@@ -35,7 +35,7 @@ FEW_CHANNELS, FEW_TILES = 16, 4
 FEW_TILES_OF_CONSTANT = {torch.float32: 32, torch.bfloat16: 16}
 FILLED = {torch.float32: 0.0, torch.bfloat16: 0.8}
 """Under which oneDNN's convolution is as fast, or its convolution by constant weights: channels, tiles, the
-part of the tiles that is results (docs/tuning.md has the table)."""
+part of the tiles that is results (docs/cpu_graph.md has the table)."""
 
 SPARED = {torch.float32: 0.4, torch.bfloat16: 0.2}
 """Part of oneDNN's time that it spares where it pays."""
