@@ -217,11 +217,8 @@ def test_ops_of_the_page_agree_with_eager(model: object, dynamic: bool) -> None:
 def test_page_on_vendors_shows_what_the_toy_emits() -> None:
     from lowered import compiled
 
-    sys.path.insert(0, str(DOCS.parent / "test" / "vendor"))
-    try:
-        import toy
-    finally:
-        sys.path.pop(0)
+    from dicp.scaffold import toy
+
     (launch,) = compiled(lambda x: x.exp().sum(1), (4, 8)).launches
     assert dict(blocks("adding_a_vendor.md"))["python toy"] == toy.emit(launch.kernel, "k")
 

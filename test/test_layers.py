@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dicp.compiler",),
     ("dicp.dynamo_bridge",),
     ("dicp.explain", "dicp.cache", "dicp.info", "dicp.bench", "dicp.ahead", "dicp.conformance"),
+    ("dicp.scaffold",),
 )
 # Inside one layer, folders named here import each other in this order only.
 FOLDERS = ("dicp.vendor.cpu_graph", "dicp.vendor.cuda_graph")

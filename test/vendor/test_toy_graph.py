@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import toy_graph
 from graphs import graph_of
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.autograd import forward_ad
@@ -19,6 +18,7 @@ from dicp.compiler import Compiled, compile_graph, observe
 from dicp.config import Config
 from dicp.errors import DicpError, VendorError, VerifyError
 from dicp.ir.verify import insert
+from dicp.scaffold import toy_graph
 
 
 def r(*shape: int) -> torch.Tensor:

@@ -50,9 +50,9 @@ def cuts_patches(conv: Any) -> bool:
 def matmul_pays(part: str, conv: Any) -> bool:
     """Products with a 1x1 window run at the library's peak either way; as GEMM they write where the program
     wants them, where a convolution allocates its results and reorders its weights at each call. So do those
-    of patches of a low precision, of which a product makes no float32 copies (docs/cpu_graph.md), and of those
-    of COLOURS. In bf16 the weight's gradient of all patches is as well (0.53 ms for 1.15 of those above), and
-    that of a strided 1x1 window: a quarter of the image is copied for it."""
+    of patches of a low precision, of which a product makes no float32 copies (docs/cpu_graph.md), and of
+    those of COLOURS. In bf16 the weight's gradient of all patches is as well (0.53 ms for 1.15 of those
+    above), and that of a strided 1x1 window: a quarter of the image is copied for it."""
     if part == "result" and cuts_patches(conv):
         return True
     if conv.dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""toy_graph: a vendor whose toolchain takes graphs, in one file, outside the dicp package. Its "chip" is NumPy;
+"""toy_graph: a vendor whose toolchain takes graphs, in one file. Its "chip" is NumPy;
 its toolchain turns a graph into a tape: calls, and the slots that their arguments are in."""
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Tape:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         slots = {node: Slot(k) for k, node in enumerate(gm.graph.nodes)}
+        calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+        dtypes = [getattr(n.meta.get("val"), "dtype", None) for n in calls]
         self.tape = [
-            (n.target, fx.node.map_arg(n.args, slots.get), slots[n], getattr(n.meta.get("val"), "dtype", None))
-            for n in gm.graph.nodes
-            if n.op == "call_function"
+            (n.target, fx.node.map_arg(n.args, slots.get), slots[n], dtype) for n, dtype in zip(calls, dtypes)
         ]
         self.results = [slots[n] for n in gm.graph.output_node().args[0]]
         self.length = len(slots)
@@ -86,7 +86,9 @@ class Tape:
 
         for call, args, slot, dtype in self.tape:
             found = CALLS.get(call, call)(*value(args))
-            values[slot.number] = found if dtype is None else np.asarray(found).astype(str(dtype)[6:], copy=False)
+            if dtype is not None:
+                found = np.asarray(found).astype(str(dtype)[6:], copy=False)
+            values[slot.number] = found
         results = map(value, self.results)
         return [torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in results]
 

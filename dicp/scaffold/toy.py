@@ -1,4 +1,4 @@
-"""toy: a kernel vendor in one file, outside the dicp package. Its "chip" is torch itself: a kernel becomes a
+"""toy: a kernel vendor in one file. Its "chip" is torch itself: a kernel becomes a
 Python function over flat tensors that computes every point of the iteration space at once."""
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def place(i: Index, names: dict[Expr, str]) -> str:
 
 
 class ToyRunner(Runner):
-    """Writes the program's Python function: a kernel is called on flat windows, a claim writes its own line."""
+    """Writes the program's Python function: a kernel is called on flat windows, a claim writes its
+    own line."""
 
     def _native(self, segment: Segment) -> None:
         for item in segment.items:
