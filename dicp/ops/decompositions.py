@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from dicp import compat
 from dicp.ir.expr import LOW_PRECISION
-from dicp.ops import quantized
+from dicp.ops import foreach, quantized
 from dicp.ops.table import table
 
 Decomposition = Callable[..., Any]
@@ -88,6 +88,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
         aten._weight_norm_interface_backward.default: weight_norm_backward,
         **{op: shuffled(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
         **quantized.decompositions(),
+        **foreach.decompositions(),
     }
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
