@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from dicp.compat import empty_strided_cpu, tensors_from_handles
 from dicp.ir import index as ix
@@ -28,7 +29,7 @@ from dicp.runtime.host import host_number
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.sizes import Sizes, spelled
-from dicp.schedule.defs import Buffer, Call, Host, Raw, View, views
+from dicp.schedule.defs import Buffer, Call, Host, Raw, View, leaves, views
 from dicp.schedule.memory import touched
 from dicp.vendor.asking import claim_error, emit
 
@@ -113,8 +114,8 @@ class Runner:
 
     def _last_steps(self) -> dict[str, int]:
         """The step after which nobody needs a tensor that Python holds: library results, heap, externs, owned
-        inputs."""
-        kinds, owned = ("library", "extern"), self.program.owned
+        inputs, and what is allocated like a result and is none (`_release` knows those that are)."""
+        kinds, owned = ("library", "extern", "output"), self.program.owned
         steps = len(self.program.steps)
         return {
             name: self.program.where[item]
@@ -319,17 +320,16 @@ class Runner:
         where = user_location(call.node)
         comment = f"    # {where}" if where else ""
         self.lines.append(f"result = {target}({', '.join(args)}){comment}")
-        many = isinstance(call.node.meta.get("val"), (tuple, list))
         copies = _returns_alias(call.node.target)
-        vals = call.node.meta.get("val") if many else [call.node.meta.get("val")]
-        picked = {u.args[1] for u in call.node.users if u.target is operator.getitem}
-        for k, b in enumerate(call.results):
-            source = f"result[{k}]" if many else "result"
-            if isinstance(b, Buffer) and many and k not in picked:
+        picked = _picked(call.node)
+        given = leaves(call.node.meta.get("val")) if call.results else []  # a write has none
+        for (path, val), b in zip(given, call.results, strict=True):
+            source = "result" + "".join(f"[{k}]" for k in path)
+            if isinstance(b, Buffer) and path not in picked:
                 self.names[b.name] = b.name  # may be None: cuDNN's attention gives no sums without gradient
                 self.lines.append(f"{b.name} = {source}")
             elif isinstance(b, Buffer):
-                if vals[k].is_conj() or vals[k].is_neg():
+                if val.is_conj() or val.is_neg():
                     source = f"plain({source})"
                 self.names[b.name] = b.name
                 # a view of arena memory would change under the reader's feet
@@ -447,6 +447,13 @@ class Runner:
 
     def _tuple(self, xs: Sequence[Index]) -> str:
         return "(" + "".join(self._text(x) + ", " for x in xs) + ")"
+
+
+def _picked(node: fx.Node, path: tuple[int, ...] = ()) -> set[tuple[int, ...]]:
+    """Which of the things that a call returns somebody takes, by the indices that lead there."""
+    users = [u for u in node.users if u.target is operator.getitem]
+    below = (_picked(u, (*path, u.args[1])) for u in users)  # type: ignore[arg-type]
+    return {path}.union(*below)
 
 
 def _returns_alias(target: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -14,7 +15,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.aliases import returns_views
-from dicp.schedule.defs import Buffer, Call, Raw, View
+from dicp.schedule.defs import Buffer, Call, Raw, View, leaves
 from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
 from dicp.schedule.traced import is_strided, note_of
 
@@ -193,9 +194,8 @@ def _add_call(
     host: bool = False,
 ) -> Any:
     val = node.meta.get("val")
-    vals = list(val) if isinstance(val, (tuple, list)) else [val]
     outs: list[Any] = []
-    for k, v in enumerate(vals):
+    for k, (_, v) in enumerate(leaves(val)):
         if isinstance(v, (torch.SymInt, torch.SymFloat)):
             outs.append(low.symbols.index(v.node.expr) if host else low.index(v))
             continue
@@ -215,11 +215,16 @@ def _add_call(
         nbytes = claim.workspace(low, node, args)
         tensors += (low.new_buffer((nbytes,), torch.uint8, (1,)),)
     low.out.defs.append(Call(tensors, note_of(node), node, args, kwargs, claim, tuple(outs), host))
-    results = tuple(
+    results = [
         b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
         for b in outs
-    )
-    return results if isinstance(val, (tuple, list)) else results[0]
+    ]
+    return _nested(val, iter(results))
+
+
+def _nested(val: Any, results: Iterator[Any]) -> Any:
+    """What an op returns, as it is nested."""
+    return tuple(_nested(v, results) for v in val) if isinstance(val, (tuple, list)) else next(results)
 
 
 def _call_strides(low: Lowering, node: fx.Node, val: torch.Tensor) -> Shape:

@@ -161,8 +161,15 @@ class Call(Def):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     claim: Any = None
-    results: tuple[Any, ...] = ()  # what the op returns, in order: Buffer, Raw, Index or None
+    results: tuple[Any, ...] = ()  # what the op returns, as `leaves` orders it: Buffer, Raw, Index or None
     host: bool = False  # a read or a check of numbers by the calling Python
+
+
+def leaves(val: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """What an op returns (tensors and numbers, in lists and tuples), each with the indices leading there."""
+    if not isinstance(val, (list, tuple)):
+        return [((), val)]
+    return [((k, *path), leaf) for k, item in enumerate(val) for path, leaf in leaves(item)]
 
 
 def views(x: Any) -> list[View]:

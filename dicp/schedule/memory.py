@@ -60,7 +60,7 @@ class Plan:
 @dataclass(eq=False)
 class _Work:
     """What the steps of planning share. owned: inputs that nobody else holds. start, end: the items of each
-    root's first and last use."""
+    root's first and last use. held: roots that may be held beyond the last."""
 
     items: list[Item]
     lowered: Lowered
@@ -68,6 +68,7 @@ class _Work:
     owned: Set[str]
     start: dict[str, int]
     end: dict[str, int]
+    held: Set[str]
 
     def life(self, name: str, start: int, end: int) -> Lifetime:
         """A buffer in the arena from one item to another."""
@@ -78,12 +79,14 @@ class _Work:
 def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset()) -> Plan:
     """owned: inputs that nobody else holds, which are freed after their last use."""
     plan = Plan()
-    for b in lowered.buffers.values():
-        if b.kind == "temp" and lowered.symbols.late(b.nbytes):  # not known when the arena is taken
-            b.kind = "output"
     plan.root.update({b.name: b.base.name for b in lowered.buffers.values() if b.base is not None})
+    held = _held(items, plan)
+    for b in lowered.buffers.values():
+        # the second: of sizes not known when the arena is taken
+        if b.kind == "temp" and (b.name in held or lowered.symbols.late(b.nbytes)):
+            b.kind = "output"
     start, end = _lifetimes(items, lowered, plan)
-    work = _Work(items, lowered, plan, owned, start, end)
+    work = _Work(items, lowered, plan, owned, start, end, held)
     _reuse_in_place(work)
     placed = _leave_arena(work, _leave_libraries(work, by_size(_borrow(work))))
     stack = stacked(placed, {p.life.name: _aligned(lowered.buffers[p.life.name].nbytes) for p in placed})
@@ -102,6 +105,19 @@ def touched(item: Item) -> tuple[list[Buffer], list[Buffer]]:
             [b for b in item.buffers if b.name in item.writes],
         )
     return [v.buffer for v in views((item.args, item.kwargs))], [b for b in item.outputs if b is not None]
+
+
+_CALLED = ("aten", "prims", "dicp", "quantized", "mkldnn")
+"""Namespaces of operators that need their operands while they run, and no longer."""
+
+
+def _held(items: list[Item], plan: Plan) -> set[str]:
+    """Roots that are handed to operators which may keep them: a collective of torch.distributed reads its
+    operands until somebody waits for it, and a user's may put them into a list. Nothing else is ever written
+    there then."""
+    calls = [i for i in items if isinstance(i, Call) and i.claim is None]
+    keep = [c for c in calls if getattr(c.node.target, "namespace", "") not in _CALLED]
+    return {plan.find(v.buffer.name) for c in keep for v in views((c.args, c.kwargs))}
 
 
 def _lifetimes(items: list[Item], lowered: Lowered, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
@@ -139,6 +155,7 @@ def _reuse_in_place(work: _Work) -> None:
                 owner = lowered.buffers[root]
                 if (
                     owner.kind in ("temp", "library")
+                    and root not in work.held
                     and end[root] == k
                     and root not in taken
                     and source.nbytes == out.nbytes
@@ -165,6 +182,7 @@ def _write_over(work: _Work, k: int, call: Call) -> None:
     read = [plan.find(v.buffer.name) for v in views((call.args, call.kwargs))]
     alike = (given.shape, given.strides, given.offset) == (out.shape, out.strides, 0)
     dies = work.end[root] == k and read.count(root) == 1 and work.end[out.name] < len(work.items)
+    dies = dies and root not in work.held
     same = owner.nbytes == out.nbytes and owner.dtype == given.buffer.dtype == out.dtype
     if alike and dies and same and owner.kind in ("temp", "library") and work.start[out.name] == k:
         plan.root[out.name] = root

@@ -353,6 +353,61 @@ def test_custom_op_with_gradient(backend: str) -> None:
     agree(lambda x: square(x.sin()).sum(0), [r(4, 3, grad=True)], backend, fullgraph=True)
 
 
+KEPT: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("dicp_test::keep", mutates_args=())
+def keep(x: torch.Tensor) -> torch.Tensor:
+    KEPT.append(x)
+    return x * 1
+
+
+keep.register_fake(torch.empty_like)
+
+
+def over_a_kernels(x: torch.Tensor) -> torch.Tensor:
+    """Whose memory the next kernel would have, where nobody kept it."""
+    y = x * 2
+    return keep(y).sum() + (y + 1).sin().softmax(0)
+
+
+def over_a_librarys(x: torch.Tensor) -> torch.Tensor:
+    image, window = x.view(1, 3, 16, 48), x.view(-1)[:81].view(3, 3, 3, 3)
+    y = F.conv2d(image, window, padding=1)
+    return keep(y).sum() + F.conv2d((y + 1).sin(), window)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("f", [over_a_kernels, over_a_librarys])
+def test_a_custom_op_may_keep_what_it_is_given(f: Any, dynamic: bool, backend: str) -> None:
+    """As a collective does until it is waited for. Nothing is written there, in no later call either."""
+    torch._dynamo.reset()
+    KEPT.clear()
+    given = [r(48, 48), r(48, 48)]
+    compiled = torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)
+    got = [compiled(x) for x in given]
+    mine = KEPT[:]
+    KEPT.clear()
+    torch.testing.assert_close(got, [f(x) for x in given], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(mine, KEPT, rtol=1e-3, atol=1e-3)
+
+
+@torch.library.custom_op("dicp_test::nested", mutates_args=())
+def nested(x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+    return [x.clone()], x * 2, [x + 1, x + 2]
+
+
+nested.register_fake(lambda x: ([torch.empty_like(x)], torch.empty_like(x), [torch.empty_like(x) for _ in "12"]))
+
+
+def test_custom_op_that_returns_lists(backend: str) -> None:
+    def f(x: torch.Tensor) -> Any:
+        a, b, c = nested(x.sin())
+        return a[0] * 2, b, c[1] + b
+
+    agree(f, [r(4, 5)], backend, fullgraph=True)
+
+
 # ---- control flow ----
 
 
