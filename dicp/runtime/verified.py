@@ -6,6 +6,7 @@ would have users see wrong values later, and elsewhere.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,8 @@ from dicp.passes.facts import base_of, mutated_arguments
 
 @dataclass(frozen=True)
 class Due:
-    """A result that is a strided tensor, as traced. given: it is an input, or a view of one. made_by: the op,
-    and where the user calls it."""
+    """A result that is a strided tensor, as traced. given: it is an input, or a view of one, or may be.
+    made_by: the op, and where the user calls it."""
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]  # None: symbolic
@@ -35,17 +36,26 @@ class Due:
         if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
             return None
         shape = tuple(n if isinstance(n, int) else None for n in val.shape)
-        given = base_of(result).op in ("placeholder", "get_attr")
-        return Due(val.dtype, shape, given, maker(result))
+        return Due(val.dtype, shape, _may_be_given(result), maker(result))
 
     def mismatch(self, t: Any) -> str:
         """What it is instead of what is due; "" where dtype and sizes fit."""
-        if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.dim() == len(self.shape):
+        # torch's trace of what is quantised has the dtype that it had before
+        alike = isinstance(t, torch.Tensor) and (t.dtype == self.dtype or t.is_quantized)
+        if alike and t.dim() == len(self.shape):
             if all(want in (None, n) for n, want in zip(t.shape, self.shape, strict=True)):
                 return ""
         is_now = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
         sizes = ["?" if n is None else n for n in self.shape]
         return f"{is_now}, where {self.dtype} {sizes} is due"
+
+
+def _may_be_given(result: fx.Node) -> bool:
+    """Whether it is an input's memory. A higher-order operator may hand its operands on."""
+    base = base_of(result)
+    if base.target is operator.getitem:
+        base = base.args[0]  # type: ignore[assignment]
+    return base.op in ("placeholder", "get_attr") or isinstance(base.target, torch._ops.HigherOrderOperator)
 
 
 def maker(node: fx.Node) -> str:

@@ -150,7 +150,26 @@ def test_generated_code_names_the_users_lines() -> None:
     assert f"{Path(__file__).name}:" in kernels and "# the line" in kernels
 
 
-def test_verify_option_checks_every_pass() -> None:
-    torch.compile(
-        lambda x, w: F.layer_norm(F.gelu(x @ w), (8,)), backend="dicp_cpu", options={"verify": True}
-    )(r(6, 8), r(8, 8))
+@torch.compiler.nested_compile_region
+def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w)
+
+
+VERIFIED = {
+    "passes": lambda x, w: F.layer_norm(F.gelu(x @ w), (8,)),
+    "a region hands its inputs on to the backward": lambda x, w: region(region(x, w), w),
+    "a check without a result": lambda x, w: torch.cond(
+        x.sum() > 0, lambda x: x[:2].clone(), lambda x: x[:3].clone(), (x,)
+    ),
+    "a dtype that is not as traced": lambda x, w: torch.quantize_per_tensor(x, 0.1, 10, torch.quint8),
+}
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verify_option_lets_pass_what_is_right(name: str) -> None:
+    torch._dynamo.reset()
+    grad = "backward" in name
+    x, w = r(6, 8).requires_grad_(grad), r(8, 8).requires_grad_(grad)
+    got = torch.compile(VERIFIED[name], backend="dicp_cpu", options={"verify": True})(x, w)
+    want = VERIFIED[name](x, w)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
