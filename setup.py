@@ -25,7 +25,7 @@ setup(
         "dicp.vendor.cuda_graph": ["*.c"],
     },
     python_requires=">=3.11,<3.13",
-    install_requires=["torch>=2.11,<2.14", "numpy", "sympy"],
+    install_requires=["torch>=2.11,<2.15", "numpy", "sympy"],
     extras_require={
         "test": [
             "expecttest",

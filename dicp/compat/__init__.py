@@ -1,4 +1,4 @@
-"""The private torch that dicp uses, behind names that stay the same for torch 2.11 to 2.13. Elsewhere there
+"""The private torch that dicp uses, behind names that stay the same for torch 2.11 to 2.14. Elsewhere there
 are only its names of operators, pytrees and symbolic sizes."""
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Dynamo gives every float64 tensor of no dims on the CPU a symbol for its number. Where nothing uses that,
 AOTAutograd has Dynamo trace again without it, and with the symbol go all calls without users that return the
-tensor: its in-place writes (seen with torch 2.11 and 2.13; under every backend that uses AOTAutograd). The
-first trace still has them, so it is then that the program is refused.
+tensor: its in-place writes (torch 2.11 to 2.13, under every backend that uses AOTAutograd; 2.14 keeps them).
+The first trace still has them, so it is then that the program is refused.
 """
 
 from __future__ import annotations

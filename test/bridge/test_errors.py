@@ -122,6 +122,7 @@ def counts_a_step(step, x):
     return x * step
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="torch keeps it: test_writes_to_other_counters_are_kept")
 def test_a_write_that_torch_would_lose_is_refused() -> None:
     """Silently wrong under aot_eager and Inductor: float64, no dims, nothing reads what the call returns."""
     x = r(3)
@@ -132,9 +133,11 @@ def test_a_write_that_torch_would_lose_is_refused() -> None:
     assert f"{Path(__file__).name}:" in text and "# the write" in text
 
 
-@pytest.mark.parametrize(
-    "step", [torch.tensor(1.0), torch.tensor([1.0], dtype=torch.float64), torch.tensor(1)]
-)
+COUNTERS = [torch.tensor(1.0), torch.tensor([1.0], dtype=torch.float64), torch.tensor(1)]
+COUNTERS += [torch.tensor(1.0, dtype=torch.float64)] if torch.__version__ >= "2.14" else []
+
+
+@pytest.mark.parametrize("step", COUNTERS)
 def test_writes_to_other_counters_are_kept(step: torch.Tensor) -> None:
     torch._dynamo.reset()
     x, given = r(3), step.clone()
@@ -391,7 +394,8 @@ def test_what_torch_tells_no_memory_of_is_refused() -> None:
     y = torch.compile(lambda x: x.sin() * 2, backend="dicp_cpu")(x)
     with pytest.raises(DicpError, match="is_grads_batched"):
         torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
-    with pytest.raises(DicpError, match="MKL-DNN"):
+    refusal = (DicpError, "MKL-DNN") if torch.__version__ < "2.14" else (RuntimeError, "mkldnn layout")  # torch's
+    with pytest.raises(refusal[0], match=refusal[1]):
         torch.compile(lambda x: x.relu(), backend="dicp_cpu")(torch.randn(4, 4).to_mkldnn())
 
 

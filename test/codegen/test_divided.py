@@ -18,7 +18,7 @@ def last(fn, *shapes):
 def norm(x, w, b):
     """Of four groups of channels, which lie last."""
     channels = x.permute(0, 3, 1, 2)
-    return F.group_norm(channels, 4, w, b).permute(0, 2, 3, 1).contiguous()
+    return F.group_norm(channels, 4, w, b).permute(0, 2, 3, 1).contiguous() * 2
 
 
 def windows(x):
@@ -33,7 +33,7 @@ class TestText(TestCase):
     def test_channels_of_a_group(self) -> None:
         kernel = last(norm, (1, 4, 4, 48), (48,), (48,))
         self.assertExpectedInline(show(split_divided(kernel, 16), notes=False), """\
-kernel permute(arg0_1: f32, buf3: f32, buf5: f32, arg1_1: f32, arg2_1: f32, buf6: f32*)
+kernel mul(arg0_1: f32, buf3: f32, buf5: f32, arg1_1: f32, arg2_1: f32, buf6: f32*)
   for i0 < 16, i1_0 < 4, i1_1 < 12
   v0: f32 = arg0_1[48*i0 + 12*i1_0 + i1_1]
   v1: f32 = buf3[i1_0]
@@ -44,7 +44,8 @@ kernel permute(arg0_1: f32, buf3: f32, buf5: f32, arg1_1: f32, arg2_1: f32, buf6
   v6: f32 = mul(v4, v5)
   v7: f32 = arg2_1[12*i1_0 + i1_1]
   v8: f32 = add(v6, v7)
-  buf6[48*i0 + 12*i1_0 + i1_1] = v8""")
+  v9: f32 = mul(v8, 2.0:f32)
+  buf6[48*i0 + 12*i1_0 + i1_1] = v9""")
 
     def test_windows_as_rows(self) -> None:
         kernel = last(windows, (1, 4, 4, 32))

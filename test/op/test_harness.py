@@ -163,7 +163,8 @@ def test_shards_are_a_partition() -> None:
 
 
 def test_graded_operators_exist_and_unmapped_rows_give_reasons() -> None:
-    known = {*opdb.operators(), "native_group_norm"}  # not in the database of torch 2.11 and 2.12
+    # the first is not in the database of torch 2.11 and 2.12, the others are not in that of 2.14
+    known = {*opdb.operators(), "native_group_norm", "cholesky", "qr"}
     assert all(set(row.operators) <= known for row in grades.rows())
     assert all(row.reason for row in grades.unmapped())
     assert len(grades.rows()) == 321

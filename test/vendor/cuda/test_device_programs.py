@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_kernels.py"
 MODELS = ["llama", pytest.param("resnet50", marks=pytest.mark.slow)]
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the device is made by g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the device is made by g++"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CUDA build has a device in its books"),
+]
 
 
 def rows(models: str, *how: str) -> list[dict]:
