@@ -12,8 +12,9 @@ gradients lay.
     warm       by nobody, its pages still there: what is taken first
     cold       by nobody, without pages: the rest of a range of addresses that is reserved once
 
-Before cold pages are taken, those that malloc holds free go back (malloc.py): the loss of a training step is
-often eager's, and its temporaries may be as large as many gradients.
+Before it has more pages than ever, those that malloc holds free go back (malloc.py): the loss of a training
+step is often eager's, and its temporaries may be as large as many gradients. Not before it takes anew what it
+gave back itself: malloc would have its own faulted in anew at each step.
 
 Held and warm bytes together stay within what was held at once and an eighth more, for the holes between
 pieces; beyond, warm pages go back to the system, the highest addresses first. All of them go when a program
@@ -41,7 +42,7 @@ from typing import Any
 import torch
 
 from dicp.compat import empty_strided_cpu, window
-from dicp.runtime.malloc import Idle
+from dicp.runtime.malloc import Idle, keep_more
 from dicp.runtime.spans import Span, Spans
 
 LARGE = 1 << 20
@@ -109,6 +110,7 @@ class Pool:
         self._users: weakref.WeakSet[Program] = weakref.WeakSet()
         self._era = 0
         self._most = 0  # bytes held at once in this era
+        self._paged = 0  # bytes with pages, the most in this era
 
     def empty(
         self, program: Program, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
@@ -135,18 +137,19 @@ class Pool:
         size = -(-nbytes // _LINE) * _LINE
         if self._spans.held + size > self._limit or not self._reserved():
             return None
-        start = self._spans.take_warm(size)
-        if start is None:
-            if self._idle is not None:
-                self._idle.give_back(size)
-            start = self._spans.take(size)
+        start = self._spans.take(size)
         if start is None:
             return None
+        more = self._spans.paged - self._paged
+        if more > 0:
+            self._paged += more
+            if self._idle is not None:
+                self._idle.give_back(more)
         piece = self._memory[start : start + nbytes]
         held = self._held[start] = _Held(piece, self._drop)
         held.start, held.end, held.era = start, start + size, self._era
         self._most = max(self._most, self._spans.held)
-        self._cool(self._spans.held + self._spans.warm - self._most - self._most // SLACK)
+        self._cool(self._spans.paged - self._most - self._most // SLACK)
         return piece
 
     def _reserved(self) -> bool:
@@ -189,6 +192,7 @@ class Pool:
 
     def rest(self) -> None:
         """Called as a training step begins: what is warm, gradients of the last one above all, may go."""
+        keep_more()
         with self._guard as alone:
             if alone:
                 self._collect()
@@ -203,7 +207,7 @@ class Pool:
                 self._collect()
                 self._cool(self._spans.warm)
                 self._era += 1
-                self._most = self._spans.held
+                self._most = self._paged = self._spans.held
 
     def nbytes(self) -> tuple[int, int]:
         """(held, warm) bytes."""

@@ -34,15 +34,16 @@ class Spans:
         self._free = [Span(0, nbytes, False)] if nbytes else []
         self.held = self.warm = 0
 
+    @property
+    def paged(self) -> int:
+        """Bytes with pages."""
+        return self.held + self.warm
+
     def take(self, size: int) -> int | None:
         """The start of so many bytes: in the smallest warm span that holds them, else where the fewest are
         cold, the lowest of such places. None: there is no place."""
         warm = self._smallest_warm(size)
         return self._hold(self._least_cold(size) if warm is None else warm, size)
-
-    def take_warm(self, size: int) -> int | None:
-        """The same, None where no warm span holds them."""
-        return self._hold(self._smallest_warm(size), size)
 
     def _hold(self, start: int | None, size: int) -> int | None:
         if start is not None:

@@ -46,3 +46,26 @@ def test_where_nothing_is_known_nothing_is_given(monkeypatch: pytest.MonkeyPatch
     nothing: Callable[[], None] = lambda: None  # noqa: E731
     monkeypatch.setattr(malloc, "_statistics", nothing)
     assert not malloc.Idle().give_back(0)
+
+
+@pytest.mark.skipif(not GNU, reason="this C library does not tell what is free")
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_step_drops_stays_with_malloc(training: bool) -> None:
+    """Of blocks at the end of its heap, whose pages the next step would have to touch anew."""
+    code = f"""
+import ctypes
+from dicp.runtime.malloc import _statistics
+from dicp.runtime.pool import Pool
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+libc.free.argtypes = (ctypes.c_void_p,)
+libc.free(libc.malloc(3 << 20))  # so that blocks of 1 MB lie in the heap
+if {training}:
+    Pool(0).rest()
+blocks = [libc.malloc(1 << 20) for _ in range(40)]
+for block in blocks:
+    libc.free(block)
+print(_statistics()().keepcost >> 20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) >= 40) is training, done.stdout
