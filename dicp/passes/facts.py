@@ -173,6 +173,20 @@ def base_of(node: Node) -> Node:
     return node
 
 
+def is_saved(node: Node) -> bool:
+    """Whether a forward keeps the result, or a view of it, for its backward, and no caller sees it."""
+    output = node.graph.output_node()
+    free = getattr(node.graph.owning_module, "meta", {}).get(FREE_OUTPUTS, ())
+    saved = {output.args[0][k] for k in free}  # type: ignore[index]
+    chain = [node]
+    while chain:
+        n = chain.pop()
+        if n in saved:
+            return True
+        chain += [u for u in n.users if is_view(u) and u.args[0] is n]
+    return False
+
+
 def outputs_of(graph: Graph) -> list[Node]:
     """The nodes the graph returns."""
     results = graph.output_node().all_input_nodes

@@ -344,6 +344,24 @@ def test_many_rows_are_onednns_where_mkl_is_slow(
 
 
 @pytest.mark.chosen
+@pytest.mark.parametrize("saved, claim", [(200 * 300 * 4, "tiles"), (200 * 300 * 4 + 1, "oneDNN")])
+def test_large_results_that_a_forward_saves_are_written_where_they_are_kept(
+    saved: int, claim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not those of the same size that nothing saves, as the product behind it."""
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: "amd")
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    monkeypatch.setattr(matmul, "SAVED_RESULT", saved)
+    x, w, v = (torch.randn(s).requires_grad_() for s in ((200, 400), (300, 400), (300, 300)))
+    seen: list[Compiled] = []
+    torch._dynamo.reset()
+    with observe(seen.append):
+        torch.compile(lambda x, w, v: F.linear(F.gelu(F.linear(x, w)), v), backend="dicp_cpu")(x, w, v)
+    forward = [c.claim.name for c in seen[0].program.library_calls]
+    assert forward == [f"linear: {claim}", "linear: oneDNN"]
+
+
+@pytest.mark.chosen
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", ACTIVATIONS)
