@@ -984,6 +984,26 @@ def test_user_errors_surface_as_in_eager(backend: str) -> None:
     )
 
 
+ONE_VALUE: dict[str, Callable[..., torch.Tensor]] = {
+    "take": lambda x, i: x[:, :1].take(i) + 1,
+    "index_select": lambda x, i: x[0, 0].index_select(0, i) + 1,
+    "gather": lambda x, i: x[0, 0].gather(0, i[0]) + 1,
+    "index": lambda x, i: torch.zeros(4)[i] + x[0, 0],
+    "embedding": lambda x, i: F.embedding(i, torch.ones(3, 2)) + x[0, 0],
+    "expand": lambda x, i: x[:, :1].expand(4, 4)[i].sum(),
+}
+
+
+@pytest.mark.parametrize("name", ONE_VALUE)
+def test_index_out_of_range_raises_where_all_elements_are_one(name: str) -> None:
+    torch._dynamo.reset()
+    f, x = ONE_VALUE[name], r(1, 4)
+    compiled = torch.compile(f, backend="dicp_cpu", fullgraph=True)
+    torch.testing.assert_close(compiled(x, torch.tensor([0])), f(x, torch.tensor([0])))
+    with pytest.raises(IndexError):
+        compiled(x, torch.tensor([5]))
+
+
 def test_index_out_of_range_raises(backend: str) -> None:
     f = torch.compile(lambda x, i: x[i] + 1, backend=backend)
     f(r(4), torch.tensor([0, 3]))

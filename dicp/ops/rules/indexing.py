@@ -16,7 +16,7 @@ from dicp.ir.value import Builder, Indices, ScatterMode, Shape, Value
 from dicp.ops import scalar as s
 from dicp.ops.rules.arithmetic import scaled
 from dicp.ops.rules.pointwise import broadcast, constant, convert, pointwise, retyped, scalar_expr
-from dicp.ops.rules.views import memory_order, permuted, position, reindexed, replaced, reshape, wrap_dim
+from dicp.ops.rules.views import memory_order, permuted, position, replaced, reshape, wrap_dim
 from dicp.ops.table import Declined, Row, Rule, row
 
 
@@ -50,20 +50,38 @@ def zeros(shape: Shape, dtype: torch.dtype) -> Value:
 
 # --- reading
 
+
+def read_at(x: Value, shape: Shape, fn: Callable[[Indices], Indices]) -> Value:
+    """`reindexed` at positions that are looked up: their checks stay also where x's element does not depend
+    on them, a scalar's say, or a constant's."""
+
+    def element(idx: Indices) -> Expr:
+        at = fn(idx)
+        out = x(at)
+        looked_up = [a.payload for i in at for a in ix.atoms(i) if isinstance(a, ix.Opaque)]
+        lost = set(looked_up).difference(ex.walk(out)) if looked_up else ()
+        for check in (c for c in looked_up if c in lost):
+            holds = Expr("ge", (check, ex.const(0, torch.int64)), torch.bool)
+            out = Expr("where", (holds, out, ex.const(0, out.dtype)), out.dtype)
+        return out
+
+    return Value(shape, x.dtype, element)
+
+
 def embedding(
     b: Builder, node: torch.fx.Node, weight: Value, indices: Value, *settings: Any, **kwargs: Any
 ) -> Value:
-    return reindexed(weight, b.meta(node)[0], lambda idx: (
+    return read_at(weight, b.meta(node)[0], lambda idx: (
         lookup(b, indices(idx[:-1]), weight.shape[0], "embedding", wrap=False), idx[-1]))
 
 
 def index_select(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value) -> Value:
-    if not x.shape:
-        return reindexed(x, (), lambda idx: ())
+    scalar, x = not x.shape, with_rank(x)
     dim = wrap_dim(dim, len(x.shape))
     index = reshape(index, (ix.product(index.shape),))
-    return reindexed(x, replaced(x.shape, dim, index.shape[0]), lambda idx: replaced(
+    out = read_at(x, replaced(x.shape, dim, index.shape[0]), lambda idx: replaced(
         idx, dim, lookup(b, index((idx[dim],)), x.shape[dim], "index_select", wrap=False)))
+    return reshape(out, ()) if scalar else out
 
 
 def gather(
@@ -73,7 +91,7 @@ def gather(
     if len(x.shape) != len(index.shape):  # what torch takes of an index without elements
         return constant(0, index.shape, x.dtype)
     dim = wrap_dim(dim, len(x.shape))
-    out = reindexed(x, index.shape, lambda idx: replaced(
+    out = read_at(x, index.shape, lambda idx: replaced(
         idx, dim, lookup(b, index(idx), x.shape[dim], "gather", wrap=False)))
     return reshape(out, restore)
 
@@ -85,7 +103,7 @@ def with_rank(x: Value) -> Value:
 
 def take(b: Builder, node: torch.fx.Node, x: Value, index: Value) -> Value:
     flat = reshape(x, (ix.product(x.shape),))
-    return reindexed(flat, index.shape, lambda idx: (lookup(b, index(idx), flat.shape[0], "take"),))
+    return read_at(flat, index.shape, lambda idx: (lookup(b, index(idx), flat.shape[0], "take"),))
 
 
 class Advanced:
@@ -138,7 +156,7 @@ def broadcast_shape(shapes: list[Shape]) -> Shape:
 
 def index(b: Builder, node: torch.fx.Node, x: Value, indices: list[Value | None]) -> Value:
     at = Advanced(b, x, indices)
-    return reindexed(x, at.shape, at.source)
+    return read_at(x, at.shape, at.source)
 
 
 def masked_index(b: Builder, node: torch.fx.Node, x: Value, mask: Value, indices: list[Value | None],
