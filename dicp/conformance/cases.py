@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from . import opdb, tolerance
+from .refused import refused
 
 Mode = Literal["forward", "gradient"]
 
@@ -31,8 +32,8 @@ class Case:
     """A call with its tensors taken out.
 
     id: `s3` sample 3 of the database, `s3:transposed` the same in another layout, `special0` a value case...
-    sizes: the same tensors with other sizes, for a second call of a dynamic compilation; None where there are
-    none.
+    resized: the same tensors with other sizes, for a second call of a dynamic compilation; None where there
+    are none. refused: the call has to raise.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Case:
     inplace: bool = False
     process: Callable[[Any], Any] = lambda x: x
     resized: tuple[torch.Tensor, ...] | None = None
+    refused: bool = False
 
 
 def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
@@ -325,6 +327,8 @@ def build(op: opdb.Operator, dtype: torch.dtype, mode: Mode, samples: int, dynam
         for name, inputs in _extra_inputs(op, dtype):
             args, _, tensors = take_tensors(inputs, {})
             cases.append(Case(name, args, kwargs, tensors))
+    if not gradient and not dynamic and op.device == "cpu":  # a GPU is lost where it meets such
+        cases += refused(op.name, dtype, chosen)
     if dynamic:
         cases = [dataclasses.replace(c, resized=resized(c)) for c in cases]
     return cases

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -24,6 +25,7 @@ SEED = 1234
 SEEDS = 8  # a few coin flips may agree under two seeds; under eight they do not
 DYNAMIC_GROUP = 8  # cases per dynamic compile: guards between many symbols cost more than compiles
 NUMBER = re.compile(r"\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+REFUSED = Outcome("", (), ())  # of a call that raises
 SAME_ERROR_ENOUGH = 3  # singles failing alike before the rest of a failing half is taken to fail alike
 
 
@@ -243,6 +245,8 @@ def run_group(
 ) -> list[CaseResult]:
     """Results of a group; a group that raises is halved until the guilty cases are alone."""
     limit = [] if limit is None else limit
+    if group[0][0].refused:
+        return [_refusal(runner, case) for case, _ in group]
     try:
         outcomes = runner.compiled([c for c, _ in group])
     except Exception as e:  # whatever a compiler raises is a finding
@@ -268,6 +272,18 @@ def run_group(
         larger = grow(case)
         results.append(_verdict(runner, larger, runner.judge(larger, runner.eager(larger), actual), actual))
     return results
+
+
+def _refusal(runner: Runner, case: Case) -> CaseResult:
+    """Whether the compiled call raises as well: while it runs, or is traced, but not while it is compiled."""
+    shown = cases_.show(runner.op, case)
+    try:
+        runner.compiled([case])
+    except BackendCompilerFailed as e:
+        return CaseResult(case.id, "fail", "error", first_line(e), shown)
+    except Exception:  # eager's type is not promised: of an integer divisor it is RuntimeError
+        return CaseResult(case.id, "pass")
+    return CaseResult(case.id, "fail", "refusal", "eager raises, the compiled call does not", shown)
 
 
 def _verdict(runner: Runner, case: Case, wrong: Mismatch | None, actual: Outcome) -> CaseResult:
@@ -301,14 +317,21 @@ def promised_strides(faked: Sequence[Any], actual: Sequence[Any]) -> list[tuple[
 
 
 def prepare(runner: Runner, cases: Iterable[Case]) -> tuple[list[tuple[Case, Outcome]], list[CaseResult]]:
-    """Eager outcomes; a call that eager refuses is skipped, as are grown sizes that it refuses."""
+    """Eager outcomes; a call that eager refuses is skipped, as are grown sizes that it refuses, and a call
+    that it should refuse and does not."""
     ready, skipped = [], []
     for case in cases:
         try:
             eager = runner.eager(case)
+            if case.refused:
+                skipped.append(CaseResult(case.id, "skip", "eager", "eager does not refuse it"))
+                continue
             if runner.gradient and all(g is None for g in eager.grads):
                 raise ValueError("no gradient reaches an input")
-        except Exception as e:  # what eager refuses is no case
+        except Exception as e:  # what eager refuses is no case, but where that is the case
+            if case.refused:
+                ready.append((case, REFUSED))
+                continue
             skipped.append(CaseResult(case.id, "skip", "eager", first_line(e)))
             continue
         if case.resized is not None:
@@ -372,8 +395,9 @@ def run_unit(
 
 
 def _in_groups(runner: Runner, unit: Unit, ready: list[tuple[Case, Outcome]]) -> list[CaseResult]:
-    results = []
-    # Second sizes need a whole group that has them.
+    # Second sizes need a whole group that has them, and calls that raise are made one by one.
+    results = run_group(runner, alone) if (alone := [r for r in ready if r[0].refused]) else []
+    ready = [r for r in ready if not r[0].refused]
     for group in ([r for r in ready if r[0].resized is None], [r for r in ready if r[0].resized is not None]):
         size = DYNAMIC_GROUP if unit.dynamic else max(len(group), 1)
         for at in range(0, len(group), size):
@@ -386,10 +410,12 @@ def _blame_upstream(result: UnitResult, unit: Unit, ready: list[tuple[Case, Outc
     failing = {c.id: c for c in result.cases if c.status == "fail"}
     plain = Runner("aot_eager", opdb.find(unit.op, unit.device), unit.mode, unit.dynamic)
     again = [r for r in ready if r[0].id in failing or f"{r[0].id}:resized" in failing]
+    refused = [r for r in again if r[0].refused]
+    again = [r for r in again if not r[0].refused]
     captured = [
         (dataclasses.replace(c, id=f"{c.id}:captured"), e) for c, e in ready if f"{c.id}:captured" in failing
     ]
-    theirs_all = run_group(plain, again) if again else []
+    theirs_all = [r for part in (again, refused) if part for r in run_group(plain, part)]
     if captured:
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             theirs_all += run_group(plain, captured)

@@ -327,7 +327,7 @@ def toy_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
         "--dtypes",
         "float32",
         "--ops",
-        "^(add|sin|exp|cos|erf|ceil|tan|asinh|mul)$",
+        "^(add|sin|exp|cos|erf|ceil|tan|asinh|mul|gather|take)$",
         "--resume",
         str(folder),
         "--json",
@@ -355,17 +355,20 @@ def test_faults_are_found_and_named(toy_run: tuple[Path, subprocess.CompletedPro
         "erf": {"crash"},
         "ceil": {"hang"},
         "tan": {"crash"},
+        "gather": {"refusal"},
     }
     lost = {f["operator"]: f["status"] for f in report["failures"] if "the device was lost" in f["message"]}
     assert lost == {"tan": "fail", "asinh": "upstream"}, "eager's own losses are not the backend's"
     how = {o["name"]: o["how"] for o in report["operators"]}
     assert how["mul"] != "fails" and how["sin"] != "fails" and how["add"] == "fails"
+    assert how["take"] != "fails", "which checks its indices"
 
 
 def test_reports_are_well_formed(toy_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = toy_run
     suites = ElementTree.parse(folder / "r.xml").getroot()
-    assert {s.get("name") for s in suites} == {"add", "sin", "exp", "cos", "erf", "ceil", "tan", "asinh", "mul"}
+    names = {"add", "sin", "exp", "cos", "erf", "ceil", "tan", "asinh", "mul", "gather", "take"}
+    assert {s.get("name") for s in suites} == names
     page = (folder / "r.html").read_text()
     assert "{{" not in page and page.count("<script>") == page.count("</script>") == 1
     assert "FAILED" in done.stdout and "by grade" in done.stdout
@@ -390,7 +393,7 @@ def test_a_run_resumes(toy_run: tuple[Path, subprocess.CompletedProcess[str]]) -
         "--dtypes",
         "float32",
         "--ops",
-        "^(add|sin|exp|cos|erf|ceil|tan|asinh|mul)$",
+        "^(add|sin|exp|cos|erf|ceil|tan|asinh|mul|gather|take)$",
         "--resume",
         str(folder),
     )

@@ -80,6 +80,12 @@ def _last_bit(x: torch.Tensor) -> torch.Tensor:
     return torch.nextafter(out, torch.full_like(out, 9.0)) if out.dtype == torch.float32 else out
 
 
+def _clamping(x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Right where indices are in range, and never an error."""
+    size = x.shape[dim] if x.dim() else 1
+    return aten.gather.default(x, dim, index.clamp(0, size - 1), **kwargs)
+
+
 FAULTS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: _broken_add,
     aten.exp.default: _transposed,
@@ -88,12 +94,13 @@ FAULTS: dict[Any, Callable[..., Any]] = {
     aten.erf.default: _crash,
     aten.ceil.default: _hang,
     aten.tan.default: _stray,
+    aten.gather.default: _clamping,
 }
 
 
 def toy(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """add is off by 1e-3, exp has other strides, cos is refused, erf aborts, ceil hangs, tan loses
-    the device."""
+    the device, gather does not look at its indices."""
     return aot_autograd(fw_compiler=lambda g, _: _run(g, FAULTS))(gm, inputs)
 
 
