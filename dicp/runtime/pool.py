@@ -12,9 +12,10 @@ gradients lay.
     warm       by nobody, its pages still there: what is taken first
     cold       by nobody, without pages: the rest of a range of addresses that is reserved once
 
-Before it has more pages than ever, those that malloc holds free go back (malloc.py): the loss of a training
-step is often eager's, and its temporaries may be as large as many gradients. Not before it takes anew what it
-gave back itself: malloc would have its own faulted in anew at each step.
+Where it takes cold pages while it holds more than half of the most, those that malloc holds free go back
+(malloc.py): the loss of a training step is often eager's, and its temporaries may be as large as many
+gradients (BERT's step peaks at 38 MB so, else at 144). Not where it holds less: there malloc's are no part of
+a peak, and each step would fault them in anew (a tenth of RegNetY's time).
 
 Held and warm bytes together stay within what was held at once and an eighth more, for the holes between
 pieces; beyond, warm pages go back to the system, the highest addresses first. All of them go when a program
@@ -110,7 +111,6 @@ class Pool:
         self._users: weakref.WeakSet[Program] = weakref.WeakSet()
         self._era = 0
         self._most = 0  # bytes held at once in this era
-        self._paged = 0  # bytes with pages, the most in this era
 
     def empty(
         self, program: Program, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
@@ -137,14 +137,13 @@ class Pool:
         size = -(-nbytes // _LINE) * _LINE
         if self._spans.held + size > self._limit or not self._reserved():
             return None
+        before = self._spans.paged
         start = self._spans.take(size)
         if start is None:
             return None
-        more = self._spans.paged - self._paged
-        if more > 0:
-            self._paged += more
-            if self._idle is not None:
-                self._idle.give_back(more)
+        at_peak = 2 * self._spans.held > self._most
+        if self._spans.paged > before and at_peak and self._idle is not None:
+            self._idle.give_back(size)
         piece = self._memory[start : start + nbytes]
         held = self._held[start] = _Held(piece, self._drop)
         held.start, held.end, held.era = start, start + size, self._era
@@ -207,7 +206,7 @@ class Pool:
                 self._collect()
                 self._cool(self._spans.warm)
                 self._era += 1
-                self._most = self._paged = self._spans.held
+                self._most = self._spans.held
 
     def nbytes(self) -> tuple[int, int]:
         """(held, warm) bytes."""

@@ -149,11 +149,11 @@ def test_what_is_idle_elsewhere_goes_back_before_cold_pages_are_taken() -> None:
     take(pool, of).fill_(1)
     take(pool, of).fill_(1)
     held = take(pool, of, 2 * N).fill_(1)
-    assert asked == [(LARGE, 0), (LARGE, LARGE)] and bool((held == 1).all())
+    assert asked == [(LARGE, 0), (2 * LARGE, LARGE)] and bool((held == 1).all())
 
 
-def test_not_before_what_it_gave_back_itself_is_taken_anew() -> None:
-    """As in each step of a training: malloc would have its own pages anew each time."""
+def test_not_while_little_is_held() -> None:
+    """There is no peak then, and malloc would have its own pages anew at each step."""
     asked: list[int] = []
 
     class Recorded(Idle):
@@ -162,13 +162,18 @@ def test_not_before_what_it_gave_back_itself_is_taken_anew() -> None:
             return True
 
     pool, of = Pool(LIMIT, Recorded()), program()
-    for _ in range(3):
-        first, second = take(pool, of, 4 * N).fill_(1), take(pool, of, 4 * N).fill_(1)
-        del first
-        third = take(pool, of, 6 * N).fill_(1)  # the hole is too small, and most of it goes back
-        del second, third
-    assert asked == [4 * LARGE, 4 * LARGE, 6 * LARGE]
-    assert sum(pool.nbytes()) == 10 * LARGE + 10 * LARGE // 8
+    held = [take(pool, of, 16 * N).fill_(1)]
+    assert asked == [16 * LARGE]
+    held.clear()
+    for n in (3, 12, 4):  # between the first two no hole is left for the third
+        held.append(take(pool, of, n * N).fill_(1))
+    held = held[:1]
+    assert asked[1:] == [4 * LARGE]
+    pool._cool(pool.nbytes()[1])
+    held.append(take(pool, of, 5 * N))
+    assert asked[1:] == [4 * LARGE], "8 of 19 MB are held"
+    held.append(take(pool, of, 5 * N))
+    assert asked[1:] == [4 * LARGE, 5 * LARGE], "13 of them"
 
 
 def test_small_and_empty_tensors_are_torch_own() -> None:
