@@ -243,10 +243,13 @@ def first_line(e: BaseException) -> str:
 def run_group(
     runner: Runner, group: list[tuple[Case, Outcome]], limit: list[str] | None = None
 ) -> list[CaseResult]:
-    """Results of a group; a group that raises is halved until the guilty cases are alone."""
+    """Results of a group; a group that raises is halved until the guilty cases are alone. Those that have to
+    raise are alone from the first."""
     limit = [] if limit is None else limit
-    if group[0][0].refused:
-        return [_refusal(runner, case) for case, _ in group]
+    refusals = [_refusal(runner, case) for case, _ in group if case.refused]
+    if refusals:
+        others = [pair for pair in group if not pair[0].refused]
+        return refusals + (run_group(runner, others, limit) if others else [])
     try:
         outcomes = runner.compiled([c for c, _ in group])
     except Exception as e:  # whatever a compiler raises is a finding
@@ -395,9 +398,8 @@ def run_unit(
 
 
 def _in_groups(runner: Runner, unit: Unit, ready: list[tuple[Case, Outcome]]) -> list[CaseResult]:
-    # Second sizes need a whole group that has them, and calls that raise are made one by one.
-    results = run_group(runner, alone) if (alone := [r for r in ready if r[0].refused]) else []
-    ready = [r for r in ready if not r[0].refused]
+    results = []
+    # Second sizes need a whole group that has them.
     for group in ([r for r in ready if r[0].resized is None], [r for r in ready if r[0].resized is not None]):
         size = DYNAMIC_GROUP if unit.dynamic else max(len(group), 1)
         for at in range(0, len(group), size):
@@ -410,12 +412,10 @@ def _blame_upstream(result: UnitResult, unit: Unit, ready: list[tuple[Case, Outc
     failing = {c.id: c for c in result.cases if c.status == "fail"}
     plain = Runner("aot_eager", opdb.find(unit.op, unit.device), unit.mode, unit.dynamic)
     again = [r for r in ready if r[0].id in failing or f"{r[0].id}:resized" in failing]
-    refused = [r for r in again if r[0].refused]
-    again = [r for r in again if not r[0].refused]
     captured = [
         (dataclasses.replace(c, id=f"{c.id}:captured"), e) for c, e in ready if f"{c.id}:captured" in failing
     ]
-    theirs_all = [r for part in (again, refused) if part for r in run_group(plain, part)]
+    theirs_all = run_group(plain, again) if again else []
     if captured:
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
             theirs_all += run_group(plain, captured)

@@ -82,8 +82,8 @@ def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset
     plan.root.update({b.name: b.base.name for b in lowered.buffers.values() if b.base is not None})
     held = _held(items, plan)
     for b in lowered.buffers.values():
-        # the second: of sizes not known when the arena is taken
-        if b.kind == "temp" and (b.name in held or lowered.symbols.late(b.nbytes)):
+        late = lowered.symbols.late(b.nbytes)  # not known when the arena is taken
+        if b.kind == "temp" and (late or b.name in held):
             b.kind = "output"
     start, end = _lifetimes(items, lowered, plan)
     work = _Work(items, lowered, plan, owned, start, end, held)
