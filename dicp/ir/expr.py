@@ -485,13 +485,18 @@ def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
     return Expr(x.op, args, x.dtype, x.note)
 
 
+def _truncates(x: Expr) -> bool:
+    """Whether a cast makes whole numbers of floats, for which not every vector unit has an instruction."""
+    return x.args[0].dtype.is_floating_point and not x.dtype.is_floating_point and x.dtype != torch.bool
+
+
 def cost(x: Expr) -> int:
     """Rough work per element, in adds, for the choice between recomputing a value and keeping it."""
     return sum(
         16
         if e.op in EXPENSIVE
         else 4
-        if e.op in ("div", "sqrt", "rsqrt")
+        if e.op in ("div", "sqrt", "rsqrt") or e.op == "cast" and _truncates(e)
         else 0
         if e.op in ("const", "index", "ref", "cast")
         else 1

@@ -38,6 +38,11 @@ from dicp.vendor.base import Machine
 aten = torch.ops.aten
 
 
+def _is_part_of(shape: Shape, whole: Shape) -> bool:
+    """Whether each dim is the whole's, or of size 1."""
+    return len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
+
+
 class DefinitionBuilder:
     """Adds to `out`; `node` is what is lowered now. in_place: scatters that update a graph input. made: the
     node whose result is all of a buffer, which no other node's is, and which may so be overwritten behind its
@@ -100,13 +105,14 @@ class DefinitionBuilder:
         return self.node if isinstance(val, torch.Tensor) and self.sizes(val.shape) == value.shape else None
 
     def strides_of(self, shape: Shape, node: fx.Node | None) -> Shape:
-        """Dense strides in the order that the layout pass, or else eager, has for the node's result."""
+        """Dense strides in the order that the layout pass, or else eager, has for the node's result, which
+        has the shape but for dims of size 1."""
         order = tuple(range(len(shape)))
         if node is not None:
             val = node.meta.get("val")
             if "dicp_layout" in node.meta and len(node.meta["dicp_layout"]) == len(shape):
                 order = node.meta["dicp_layout"]
-            elif isinstance(val, torch.Tensor) and self.sizes(val.shape) == shape:
+            elif isinstance(val, torch.Tensor) and _is_part_of(shape, self.sizes(val.shape)):
                 order = order_of(val)
         return dense_strides(shape, order)
 

@@ -21,9 +21,11 @@ import torch.fx as fx
 from dicp.compat import higher_order_name
 from dicp.errors import DicpError, InternalError, VendorError
 from dicp.ir import expr as ex
+from dicp.ir import index as ix
 from dicp.ir.printer import op_name, user_location
-from dicp.ir.value import Shape, Value
+from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
+from dicp.ops.rules.pointwise import broadcast
 from dicp.ops.table import Declined, table
 from dicp.passes.facts import ROUNDED, writes_input
 from dicp.passes.freeze import PACKED
@@ -84,7 +86,8 @@ class Lowering(DefinitionBuilder):
             calls = [n for n in gm.graph.nodes if n.op == "call_function"]
             claims = {n: claim for n in calls if (claim := vendor.claim(n, config)) is not None}
         self.claims = {n: claim for n, claim in claims.items() if self.home.elsewhere(n) is None}
-        self.readers = Readers(gm, self.claims, self.sizes)
+        free = self.out.machine.launch_bytes == 0
+        self.readers = Readers(gm, self.claims, self.sizes, self.symbols.hint, tables=free)
 
     def _name_sizes(self) -> None:
         """Meet the sizes of tensors before what is made of them (strides, numbers of elements): as they are
@@ -291,9 +294,18 @@ class Lowering(DefinitionBuilder):
         if self.config.numerics == "eager" or ROUNDED in result.meta or self.readers.in_memory[result]:
             value = self._rounded(value)
             expr = value(idx)
-        if self.readers.want_buffer(result, expr, value, uses, self.out.buffers):
-            return self.named(value, result)
+        once = value if self.readers.in_memory[result] else self._once(value, idx, expr)
+        if self.readers.want_buffer(result, expr, once, uses, self.out.buffers):
+            return broadcast(self.named(once, result), value.shape)
         return value
+
+    def _once(self, value: Value, idx: Indices, expr: ex.Expr) -> Value:
+        """The value along the dims on which its element depends, the others being of size 1."""
+        if self.out.machine.launch_bytes:  # a kernel more costs more there than making elements again
+            return value
+        varying = ex.variables(expr)
+        shape = tuple(n if varying.intersection(ix.atoms(i)) else 1 for n, i in zip(value.shape, idx, strict=True))
+        return value if shape == value.shape else Value(shape, value.dtype, value.fn)
 
     def _round_reduction(self, name: str) -> None:
         """Have the buffer's readers in its own kernel see what memory would hold, if a reduction makes it."""

@@ -12,6 +12,7 @@ import torch.fx as fx
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
+from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
 from dicp.ops.aliases import view_root
 from dicp.ops.table import has_rule
@@ -25,16 +26,27 @@ CHEAP_COST = 6
 more bytes for each element than it has itself: a value less its mean."""
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
 MANY = 8  # readings of an element from which on it is looked up once
+TABLE_COST = 2
+"""A value along one axis alone that is made of its index, read so often and of this cost, is a table where a
+kernel costs nothing to launch: the pixels that an image's column is interpolated from."""
 
 
 class Readers:
-    """The readers of a graph's values. calls: what reads memory; sizes: a traced shape as indices.
+    """The readers of a graph's values. calls: what reads memory; sizes: a traced shape as indices; hint: an
+    index at the sizes of the example; tables: whether small kernels cost nothing to launch.
 
     shared: tensors that several results are views of.
     """
 
-    def __init__(self, gm: fx.GraphModule, calls: Container[fx.Node], sizes: Callable[[Any], Shape]) -> None:
-        self.sizes = sizes
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        calls: Container[fx.Node],
+        sizes: Callable[[Any], Shape],
+        hint: Callable[[Index], int],
+        tables: bool,
+    ) -> None:
+        self.sizes, self.hint, self.tables = sizes, hint, tables
         self.counts = _use_counts(gm)
         self.in_memory = _memory_counts(gm, calls)
         self.shared = _returned_together(gm)
@@ -50,8 +62,8 @@ class Readers:
     def want_buffer(
         self, node: fx.Node, expr: Expr, value: Value, count: int, buffers: Mapping[str, Buffer]
     ) -> bool:
-        """Whether a value with `count` readers is better computed once: they want it in memory, or `expr`,
-        its element, is dear."""
+        """Whether a value with `count` readers, of the dims along which it varies, is better computed once:
+        they want it in memory, or `expr`, its element, is dear."""
         if self.in_memory[node] > 1:
             return True
         nodes = ex.walk(expr)
@@ -60,9 +72,13 @@ class Readers:
         if loads > MAX_LOADS or work > MAX_COST:
             return True
         indirect = is_indirect(nodes)
-        if work > CHEAP_COST and self._readings(node, value.shape) > 1:
+        readings = self._readings(node, value.shape)
+        if work > CHEAP_COST and readings > 1:
             return True
-        if indirect and self._readings(node, value.shape) >= MANY:
+        if indirect and readings >= MANY:
+            return True
+        along = sum(n != 1 for n in value.shape)
+        if self.tables and loads == 0 and along == 1 and readings >= MANY and work >= TABLE_COST:
             return True
         if count <= 1:
             return False
@@ -73,17 +89,12 @@ class Readers:
         return loads > 1 and _bytes_read(nodes, buffers) > value.dtype.itemsize
 
     def _readings(self, node: fx.Node, shape: Shape) -> float:
-        """How often an element is read by the reader that is largest. Of symbolic sizes it is known only
-        whether they differ: 2 then."""
-        own, most = ix.product(shape), 1.0
+        """How often an element is read by the reader that is largest, at the sizes of the example."""
+        own, most = self.hint(ix.product(shape)), 1.0
         for user in node.users:
             val = user.meta.get("val")
             if isinstance(val, torch.Tensor) and not reduces(user):
-                theirs = ix.product(self.sizes(val.shape))
-                if isinstance(theirs, int) and isinstance(own, int):
-                    most = max(most, theirs / max(own, 1))
-                elif theirs != own:
-                    most = max(most, 2.0)
+                most = max(most, self.hint(ix.product(self.sizes(val.shape))) / max(own, 1))
                 if is_view(user):
                     most = max(most, self._readings(user, shape))
         return most

@@ -34,16 +34,26 @@ DICP_INLINE int64_t check_index(int64_t i, int64_t size, bool wrap, int32_t* fla
   if (active) *flag = 1;
   return 0;
 }
+DICP_INLINE isa::half_reg<int64_t> check_half(isa::half_reg<int64_t>& i, int64_t size, bool wrap) {  // -1: out of range
+  if (wrap) i += (i >> 63) & size;
+  const isa::half_reg<int64_t> good = (i >= 0) & (i < size);
+  i &= good;
+  return ~good;
+}
 template <class N>
 DICP_INLINE vi64 check_index(vi64 i, int64_t size, bool wrap, int32_t* flag, N lanes, vbool m) {
-  if (wrap) i = where(lt(i, int64_t(0)), i + size, i);
-  const vbool good = land(ge(i, int64_t(0)), lt(i, size));
-  if (hany(land(land(lnot(good), m), active(lanes)))) *flag = 1;
-  return where(good, i, splat<vi64>(0));
+  const vi64 bad{check_half(i.lo, size, wrap), check_half(i.hi, size, wrap)};
+  if (hany(land(land(ne(bad, int64_t(0)), m), active(lanes)))) *flag = 1;
+  return i;
 }
 template <class N>
 DICP_INLINE vi64 check_index(vi64 i, int64_t size, bool wrap, int32_t* flag, N lanes, bool m = true) {
-  return check_index(i, size, wrap, flag, lanes, splat<vbool>(m));
+  if constexpr (!same<N, Full>) return check_index(i, size, wrap, flag, lanes, splat<vbool>(m));
+  const isa::half_reg<int64_t> lo = check_half(i.lo, size, wrap), bad = lo | check_half(i.hi, size, wrap);
+  int64_t any = 0;
+  for (int k = 0; k < LANES / 2; ++k) any |= bad[k];
+  if (m && any) *flag = 1;
+  return i;
 }
 
 // An integer divisor: a zero raises the flag.

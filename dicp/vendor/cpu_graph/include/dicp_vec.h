@@ -117,6 +117,7 @@ template <class T, class V> DICP_INLINE V wrap(V v) {
 
 // cast: to the scalar type or vector type named; the result has lanes when either side has
 template <class A, class B> auto ne(A x, B y);
+template <class A, class B> auto eq(A x, B y);
 template <class F> F round_bf16(F x);
 template <class F> F round_half(F x);
 template <class To, class From> DICP_INLINE vec<To> cast_lanes(From v) {
@@ -130,6 +131,10 @@ template <class To, class From> DICP_INLINE vec<To> cast_lanes(From v) {
   } else if constexpr (same<To, bool>) {
     return ne(v, (F)0);
   } else if constexpr (same<F, float> && same<To, int64_t>) {
+#if !DICP_AVX512  // which has no instruction for 64 bits: those of 32 give INT32_MIN for what they cannot hold
+    const vi32 narrow = isa::convert<int32_t, float, n>(v);
+    if (__builtin_expect(!hany(eq(narrow, INT32_MIN)), 1)) return cast_lanes<int64_t>(narrow);
+#endif
     return cast_lanes<int64_t>(cast_lanes<double>(v));
   } else if constexpr (is_two<From> && sizeof(To) == 8) {
     return {isa::convert<To, F, h>(v.lo), isa::convert<To, F, h>(v.hi)};
