@@ -57,6 +57,7 @@ class DefinitionBuilder:
         self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(shape_env(gm))
         self.home = Home(gm, self.out.machine.device, vendor.device)
+        self.out.device = self.home.device
         self.node: fx.Node | None = None
         self.in_place: dict[fx.Node, Buffer] = {}
         self.made: dict[str, fx.Node] = {}

@@ -208,4 +208,5 @@ class Lowered:
         self.checks: list[str] = []  # messages of the run-time checks, by number (errors.check_error)
         self.symbols: Symbols = Symbols(None)
         self.machine = Machine(threads=1)
+        self.device: torch.device | None = None  # of the tensors that were traced, with its index
         self.rounds = False  # whether values passed on inside a kernel are rounded as if through memory

@@ -304,7 +304,8 @@ class Lowering(DefinitionBuilder):
         if self.out.machine.launch_bytes:  # a kernel more costs more there than making elements again
             return value
         varying = ex.variables(expr)
-        shape = tuple(n if varying.intersection(ix.atoms(i)) else 1 for n, i in zip(value.shape, idx, strict=True))
+        stays = (varying.isdisjoint(ix.atoms(i)) for i in idx)
+        shape = tuple(1 if same else n for same, n in zip(stays, value.shape, strict=True))
         return value if shape == value.shape else Value(shape, value.dtype, value.fn)
 
     def _round_reduction(self, name: str) -> None:

@@ -159,6 +159,9 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
     if not isinstance(val, torch.Tensor) or isinstance(value, Raw):
         return value
     if isinstance(value, Buffer):
+        memory = _memory_of(value)
+        if memory.kind == "temp":  # the caller gets memory of its own, no window of the arena
+            memory.kind = "output"
         return _piece_of(low, r, mutated) or View(value, value.shape, value.strides)
     placed = r is not view_root(r) and view_root(r).op == "placeholder" or _shares(low, r)
     if placed and (piece := _piece_of(low, r, mutated)):

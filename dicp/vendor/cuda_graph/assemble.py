@@ -31,6 +31,7 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import codegen
 from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.module import Source
+from dicp.vendor.cuda_graph.placement import anchor_of, on_device
 from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim
 from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 
@@ -53,7 +54,7 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cuda_graph.graphs import capturing
 
         call = capturing(call, program, raise_checks=runner.raise_checks)
-    return on_device(call, runner.anchor)
+    return on_device(call, program.lowered)
 
 
 def emit_all(program: Program, config: Any) -> dict[str, Source | Template]:
@@ -130,6 +131,7 @@ class DeviceRunner(Runner):
         self.checks = list(self.lowered.checks)
         self.began = False  # whether a kernel of ours has been launched, whatever sizes are
         self.constant = self._constant()
+        self.anchor = anchor_of(self.lowered)
         self.raise_checks: Callable[[], None] | None = None
         self.globals |= {
             "window": compat.window,
@@ -150,12 +152,6 @@ class DeviceRunner(Runner):
                 written |= set() if item.claim else {v.buffer.name for v in views((item.args, item.kwargs))}
         roots = {self.plan.find(n) for n in written}
         return {b.name for b in self.lowered.inputs if isinstance(b, Buffer)} - roots
-
-    @property
-    def anchor(self) -> int | None:
-        """The input whose device is the program's: the first that is no mere number."""
-        inputs = enumerate(self.lowered.inputs)
-        return next((k for k, b in inputs if isinstance(b, Buffer) and b.shape != ()), None)
 
     # -- what the base class leaves open ---------------------------------------------------------------------
 
@@ -373,23 +369,6 @@ class Checks:
             number = int(self.host.argmax())
             self.host[:] = 0
             raise check_error(self.messages[number])
-
-
-def on_device(call: Callable[[list[Any]], Any], anchor: int | None) -> Callable[[list[Any]], Any]:
-    """The call, made with the device of its inputs as the current one."""
-    if anchor is None:
-        return call
-    current = compat.current_cuda_device
-
-    def on_inputs_device(args: list[Any]) -> Any:
-        device = args[anchor].device
-        if device.index == current():
-            return call(args)
-        with torch.cuda.device(device):
-            return call(args)
-
-    on_inputs_device._boxed_call = True  # type: ignore[attr-defined]
-    return on_inputs_device
 
 
 __all__ = ["assemble", "emit_all"]

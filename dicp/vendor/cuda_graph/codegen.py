@@ -152,7 +152,17 @@ class _KernelWriter:
                 continue
             where = self.writer.pointer(s.buffer, s.index, scope, None, dims)
             lines += [line + note for line in self._store(s, where, value, live)]
+        if any(self._waits_for_warps(s) for s in stores):
+            scope.lines.append("tl.debug_barrier()  # every warp has read what is written over")
         scope.lines += lines
+
+    def _waits_for_warps(self, s: Store) -> bool:
+        """Whether it overwrites what each warp reads for its own part of a row."""
+        if self.tile.form != "rows" or "r" in self._dims_of(s):
+            return False
+        return any(
+            e.op == "load" and e.args[0] == s.buffer for t in self.kernel.body for e in expressions(t)
+        )
 
     def _kept(self, s: Store, text: str) -> str:
         """A value as what its buffer keeps."""
@@ -185,10 +195,11 @@ class _KernelWriter:
         inside = Scope(scope, provides=frozenset(a.var for a in self.tile.serial))
         self._stores([s for s in self.kernel.body if isinstance(s, Store)], inside)
         extent = host_text(Tile.extent(self.tile.serial))
+        at = ["step = tl.full([], count, INDEX)", *_apart("step", self.tile.serial)]
         return [
             *scope.lines,
-            f"for step in range(0, {extent}):",
-            *(INDENT + line for line in [*_apart("step", self.tile.serial), *inside.lines]),
+            f"for count in range(0, {extent}):",  # counts in 32 bits where the extent has so many
+            *(INDENT + line for line in [*at, *inside.lines]),
         ]
 
     # -- rows in registers -----------------------------------------------------------------------------------

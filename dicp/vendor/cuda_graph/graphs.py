@@ -36,6 +36,7 @@ from dicp.runtime.bits import is_marked
 from dicp.runtime.program import Program
 from dicp.schedule.defs import Buffer, Raw
 from dicp.schedule.kernels import Launch
+from dicp.vendor.cuda_graph.placement import anchor_of
 
 log = logging.getLogger("dicp")
 
@@ -231,7 +232,7 @@ class Graphed:
         self.marked = [
             k for k, b in inputs if isinstance(b, Buffer) and b.name in program.lowered.marked
         ]
-        self.anchor = next((k for k, b in inputs if isinstance(b, Buffer) and b.shape != ()), None)
+        self.anchor = anchor_of(program.lowered)
         self.sizes: dict[Any, Sizes] = {}
         self.stopped: str | None = None
         self.lock = threading.Lock()

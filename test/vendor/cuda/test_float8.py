@@ -58,3 +58,13 @@ def test_they_go_together_with_kernels_and_compile_for_every_gpu(cuda_cache: str
     torch.testing.assert_close(got, fn(x), rtol=0, atol=0)
     sources = [s for s in emit_all(program, Config.make()).values() if s.name.startswith("convert")]
     assert compile_everywhere(sources, Config.make(options={"cache_dir": cuda_cache})) == 3 * len(sources) >= 6
+
+
+def test_results_have_memory_of_their_own(cuda_cache: str) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = x.softmax(-1) @ x.t()
+        return wide.to(KINDS[0]), (x + 1).to(KINDS[1]), wide.sum()
+
+    got, _ = compiled(fn, cuda_cache, torch.randn(16, 16))  # type: ignore[misc]
+    sizes = [t.untyped_storage().nbytes() for t in got]
+    assert sizes == [256, 256, 4] and len({t.untyped_storage().data_ptr() for t in got}) == 3

@@ -461,6 +461,37 @@ def test_several_outputs_and_a_masked_load(config: Config) -> None:
     agree(kernel, [torch.randn(32), torch.zeros(40), torch.zeros(40, dtype=torch.bool)], (), config)
 
 
+def test_warps_have_read_what_a_row_overwrites(config: Config) -> None:
+    """A row's value, which each of its warps reads, and its new one: the store waits for them all."""
+    m, n = 6, 2048
+    i, r = Var("i", m), Var("r", n)
+    at = ix.of(i) * n + ix.of(r)
+    x, scale, top = load("x", at), load("scale", ix.of(i)), Expr("ref", ("top",), torch.float32)
+    new = ex.binary("maximum", scale * 0.5, top)
+    kernel = Kernel(
+        "scaled",
+        (Axis(i), Axis(r, reduced=True)),
+        (
+            Param("x", torch.float32, False),
+            Param("scale", torch.float32, True),
+            Param("y", torch.float32, True, False),
+        ),
+        (),
+        (Reduce(("top",), "max", x), Store("y", at, x * scale), Store("scale", ix.of(i), new)),
+    )
+    assert codegen.emit(kernel).text.count("tl.debug_barrier()") == 1
+    assert "debug_barrier" not in codegen.emit(softmax_kernel(4, 1000)).text
+    agree(kernel, [torch.randn(m * n), torch.rand(m), torch.zeros(m * n)], (), config)
+
+
+def test_scatters_one_by_one_reach_beyond_32_bits(config: Config) -> None:
+    from dicp.vendor.cuda_graph import launch
+
+    source = codegen.emit(scatter_kernel("mul", torch.float32))
+    wide = launch.compile_for(source, launch.load(source, config), TARGETS[1], wide=True)
+    assert "arith.extsi %count : i32 to i64" in wide.asm["ttir"]
+
+
 def test_64_bit_positions_compile(config: Config) -> None:
     from dicp.vendor.cuda_graph import launch
 

@@ -90,8 +90,9 @@ def test_interpreted_primitive_means_what_the_ir_says(op: str, dtype: torch.dtyp
             inputs[1] = torch.where(inputs[1] == 0, 1, inputs[1]).to(dtype)
             lowest = torch.iinfo(dtype).min
             inputs[0] = torch.where(inputs[0] == lowest, 1, inputs[0]).to(dtype)
-        if op in ("pow", "shl", "shr"):
-            inputs[1] = (inputs[1] % (dtype.itemsize * 8)).abs().to(dtype)
+        if op in ("pow", "shl", "shr"):  # some shifts are too long
+            most = dtype.itemsize * 8 * (1 if op == "pow" else 2)
+            inputs[1] = (inputs[1] % min(most, torch.iinfo(dtype).max)).abs().to(dtype)
     out = torch.zeros(N, dtype=kernel.params[-1].dtype)
     got, want = run(kernel, [*inputs, out], (), config)[-1], reference(kernel, [*inputs, out], ())[-1]
     loose = {"rtol": 2e-5, "atol": 2e-3} if op == "digamma" and dtype == torch.float32 else {}

@@ -197,10 +197,14 @@ def shl(x, y):
 
 @triton.jit
 def shr(x, y):
-    """x >> y, arithmetic; the sign where y is negative or not less than the width."""
+    """x >> y, arithmetic; where y is negative or not less than the width the sign, which is 0 without one."""
     top = tl.full([], x.dtype.primitive_bitwidth - 1, x.dtype)
     inside = (y >= 0) & (y < x.dtype.primitive_bitwidth)
-    return x >> tl.where(inside, y, top)
+    shifted = x >> tl.where(inside, y, top)
+    if x.dtype.is_int_unsigned():
+        return tl.where(inside, shifted, tl.full([], 0, x.dtype))
+    else:
+        return shifted
 
 
 @triton.jit
