@@ -116,11 +116,12 @@ def report(compiled: Compiled) -> GraphReport:
     """The facts of one compiled graph."""
     program = compiled.program
     kernels: dict[str, dict[str, Any]] = {}
+    names = program.kernel_names()
     for launch in program.launches:
         entry = kernels.setdefault(
             launch.kernel.digest,
             {
-                "name": f"{launch.kernel.name}_{launch.kernel.digest[:8]}",
+                "name": names[launch.kernel.digest],
                 "launches": 0,
                 "space": ", ".join(f"{a.size}{' reduced' if a.reduced else ''}" for a in launch.kernel.axes)
                 or "one element",

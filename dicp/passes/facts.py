@@ -26,7 +26,14 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _PURE_NAMESPACES = ("aten", "prims", "dicp")
-_UNIFORM_MAKERS = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
+_UNIFORM_MAKERS = {
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.new_full.default: 2,
+    aten.scalar_tensor.default: 0,
+}
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 _UNIFORM_KEEPERS = (
     aten.view.default,
     aten.permute.default,
@@ -202,6 +209,8 @@ def uniform_value(argument: object) -> int | float | bool | None:
     value: object = None
     if argument.target in _UNIFORM_MAKERS:
         value = argument.args[_UNIFORM_MAKERS[argument.target]]
+    elif argument.target in (*_ZEROS, *_ONES):
+        value = int(argument.target in _ONES)
     elif argument.target in _UNIFORM_KEEPERS:
         value = uniform_value(argument.args[0])
     if not isinstance(value, (int, float)):

@@ -71,6 +71,16 @@ class Program:
     def launches(self) -> list[Launch]:
         return [i for i in self.items if isinstance(i, Launch)]
 
+    def kernel_names(self) -> dict[str, str]:
+        """A function name for each distinct kernel, by digest: it ends in half of the digest, or in all of it
+        where another kernel has the short name."""
+        names: dict[str, str] = {}
+        for kernel in (x.kernel for x in self.launches):
+            if kernel.digest not in names:
+                short = f"{kernel.name}_{kernel.digest[:8]}"
+                names[kernel.digest] = f"{kernel.name}_{kernel.digest}" if short in names.values() else short
+        return names
+
     @property
     def library_calls(self) -> list[Call]:
         return [i for i in self.items if isinstance(i, Call) and i.claim is not None]

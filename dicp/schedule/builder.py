@@ -255,12 +255,29 @@ class DefinitionBuilder:
             return base
         idx = self.index_vars(extent)
         target, expr = fn(idx)
-        base_buffer = self.overwritable(base)
+        base_buffer = self._fresh_along(base, target, expr) or self.overwritable(base)
         out = self.updated(base_buffer)
         self.out.defs.append(
             Scatter((out,), note_of(self.node), loop_vars(idx), target, expr, mode, unique, base_buffer)
         )
         return out.value()
+
+    def _fresh_along(self, base: Value, target: Indices, expr: Expr) -> Buffer | None:
+        """Of a constant a buffer whose rows lie along what is scattered, so that both are walked by vectors:
+        gradients of channels-last images. None where the last dim does so anyway, or none does."""
+        if base(self.index_vars(base.shape)).op != "const":
+            return None
+        reads = [e for e in ex.walk(expr) if e.op == "at" and len(e.args[1]) == len(target)]
+        flats = [self.out.buffers[e.args[0]].flat(e.args[1]) for e in reads]
+        places = {i: d for d, i in enumerate(target) if isinstance(i, ix.Poly)}
+        along = (d for i, d in places.items() for v in loop_vars((i,)) if i == ix.of(v)
+                 if any(ix.moves_by_one(flat, v) for flat in flats))
+        last = next(along, None)
+        if last is None or last == len(target) - 1:
+            return None
+        order = (*(d for d in range(len(target)) if d != last), last)
+        named = self.named(base, None, dense_strides(base.shape, order))
+        return self.out.buffers[named(self.index_vars(base.shape)).args[0]]
 
     def updated(self, base: Buffer) -> Buffer:
         """What the buffer holds once a scatter, or a call, of this node has updated it."""

@@ -78,7 +78,7 @@ def _likeness(call: Call) -> str:
 
 def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, ToolchainError, NoCompileError."""
-    names = kernel_names(program)
+    names = program.kernel_names()
     writers = [
         (step, _segment(program, step, names, config.debug >= 2))
         for step in program.steps
@@ -104,16 +104,6 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     if config.debug < 2:  # timed code reports to this process
         program.save = lambda: save(runner, [(s.number, w) for s, w in writers], library, config)
     return call
-
-
-def kernel_names(program: Program) -> dict[str, str]:
-    """Function name by kernel digest: the first half of that, all where another kernel has it."""
-    names: dict[str, str] = {}
-    for kernel in (x.kernel for x in program.launches):
-        if kernel.digest not in names:
-            short = f"{kernel.name}_{kernel.digest[:8]}"
-            names[kernel.digest] = f"{kernel.name}_{kernel.digest}" if short in names.values() else short
-    return names
 
 
 def kernel_units(program: Program, names: Mapping[str, str], lanes: int) -> list[Unit]:

@@ -28,6 +28,8 @@ from dicp.vendor.cpu_graph.loops import (
     few,
     for_line,
     indent,
+    run_loop,
+    runs,
     shared_vector_loop,
     vector_loop,
 )
@@ -394,6 +396,8 @@ class _KernelWriter:
                 for s in self.kernel.body
             )
         )
+        if all(isinstance(s, Store) and self._is_full(s) for s in self.kernel.body):
+            return self._scattered_columns(axis)
         wide = self.lanes * COLUMN_UNROLL
         if (
             simple
@@ -426,6 +430,21 @@ class _KernelWriter:
         for s in full:
             if isinstance(s, Reduce):
                 self.accumulators.column_result(s, outer, "")
+
+    def _scattered_columns(self, axis: Axis) -> list[str]:
+        """At each step of a scatter all columns of a run: neighbours share cache lines, and what is written next
+        lies elsewhere, mostly, so that no step waits for the store of the one before."""
+        step = Scope(provides=self.inner_vars)
+        inside = Scope(step, lanes="lanes", provides=frozenset({axis.var}))
+        self._stores(list(self.kernel.body), inside)
+        run = runs(self.shape.outer, axis, self.lanes)
+        block = self.writer.fresh("block")
+        bounds = None if run is None else (block, "end")
+        vectors = vector_loop(axis, inside.lines, self.lanes, self.writer.fresh, bounds)
+        loops = self._inner_loops([*step.lines, *vectors])
+        if run is None:
+            return around(self.kernel, self.shape.outer, loops)
+        return around(self.kernel, self.shape.outer, run_loop(axis, run, block, loops), extra=1)
 
     def _wide_columns(self, axis: Axis, reduces: list[Reduce]) -> list[str]:
         """Several vectors of results at a time, so that each row gives up whole neighbouring cache lines."""

@@ -4,6 +4,8 @@ pointwise   for outer.. { for vector axis { load, compute, store } }
 rows        for outer.. { for each phase { for reduced axis, vectors along it { accumulate } combine
 lanes } }
 columns     for outer.. { for vectors of results { for reduced axis { accumulate in lanes } store } }
+            of scatters that may meet: for outer.. { for runs of columns { for serial axis { for vectors {
+update } } } }
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dicp.ir.index import Index
 from dicp.ir.kernel import Axis, Kernel, Scan, Store, accessed
 from dicp.vendor.cpu_graph.expression import index_text
 
+RUN = 8  # vectors that a thread's run of a scatter's columns has at least
 PARALLEL_WORK = 1 << 15  # element operations below which starting threads costs more than it brings
 INDENT = "  "
 
@@ -71,12 +74,15 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     return Shape("rows", None if scalar_rows else last, outer, inner)
 
 
-def vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str], str]) -> list[str]:
-    """Vectors along one axis: whole ones, then the tail."""
-    v, n = axis.var.name, _size(axis.size)
+def vector_loop(
+    axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str], str], run: tuple[str, str] | None = None
+) -> list[str]:
+    """Vectors along one axis: whole ones, then the tail. run: from where to where, in place of all; as many
+    whole vectors, but for the last run."""
+    v, (first, n) = axis.var.name, run or ("0", _size(axis.size))
     if isinstance(axis.size, int) and axis.size % lanes == 0:
         return [
-            f"for (int64_t {v} = 0; {v} < {n}; {v} += LANES) {{",
+            f"for (int64_t {v} = {first}; {v} < {n}; {v} += LANES) {{",
             *indent(["constexpr Full lanes;", *lines]),
             "}",
         ]
@@ -92,7 +98,7 @@ def vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str],
         *indent(lines),
         "};",
         "{",
-        INDENT + f"int64_t {v} = 0;",
+        INDENT + f"int64_t {v} = {first};",
         INDENT + f"for (; {v} + LANES <= {n}; {v} += LANES) {step}({v}, Full{{}});",
         INDENT + f"if ({v} < {n}) {step}({v}, lanes_left({n} - {v}));",
         "}",
@@ -128,6 +134,24 @@ def block_loop(axis: Axis, block: str, lines: list[str], lanes: int) -> list[str
     count = "LANES" if whole else f"{n} - {block} < LANES ? {n} - {block} : LANES"
     columns = f"const{'expr' if whole else ''} int64_t columns = {count};"
     return [f"for (int64_t {block} = 0; {block} < {n}; {block} += LANES) {{", *indent([columns, *lines]), "}"]
+
+
+def runs(axes: tuple[Axis, ...], along: Axis, lanes: int) -> int | None:
+    """Elements of `along` that a thread keeps to itself, where the axes have too few points for all threads."""
+    if not isinstance(along.size, int):
+        return RUN * lanes
+    if not few(axes):
+        return None
+    share = -(-along.size // (2 * torch.get_num_threads()))
+    run = max(RUN * lanes, -(-share // lanes) * lanes)
+    return run if run < along.size else None
+
+
+def run_loop(along: Axis, run: int, block: str, lines: list[str]) -> list[str]:
+    """Runs of an axis, from `block` to `end` each."""
+    n = _size(along.size)
+    end = f"const int64_t end = {block} + {run} < {n} ? {block} + {run} : {n};"
+    return [f"for (int64_t {block} = 0; {block} < {n}; {block} += {run}) {{", *indent([end, *lines]), "}"]
 
 
 def few(axes: tuple[Axis, ...], extent: Index = 1, step: int = 1) -> bool:

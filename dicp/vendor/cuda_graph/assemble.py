@@ -59,12 +59,12 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
 
 def emit_all(program: Program, config: Any) -> dict[str, Source | Template]:
     """Each distinct kernel once, by digest."""
-    out: dict[str, Source | Template] = {}
-    for launch in program.launches:
-        if launch.kernel.digest not in out:
-            out[launch.kernel.digest] = codegen.emit(
-                launch.kernel, config.interpret, exact=config.numerics == "eager"
-            )
+    exact = config.numerics == "eager"
+    kernels = {launch.kernel.digest: launch.kernel for launch in program.launches}
+    out: dict[str, Source | Template] = {
+        digest: codegen.emit(kernels[digest], config.interpret, exact, name)
+        for digest, name in program.kernel_names().items()
+    }
     for call in program.library_calls:
         for made in template_launches(call):
             out.setdefault(made.template.digest, made.template)

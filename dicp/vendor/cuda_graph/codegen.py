@@ -30,13 +30,15 @@ more they find no registers: the sum of 262,144 elements by 32 warps was spilled
 copy's bandwidth on an H200."""
 
 
-def emit(kernel: Kernel, interpreted: bool = False, exact: bool = False) -> Source:
-    """A kernel as a Triton module; `exact`: each operation as eager rounds it. Raises nothing: every kernel
-    IR construct has a form."""
+def emit(
+    kernel: Kernel, interpreted: bool = False, exact: bool = False, name: str | None = None
+) -> Source:
+    """A kernel as a Triton module; `exact`: each operation as eager rounds it; `name`: of its function.
+    Raises nothing: every kernel IR construct has a form."""
     plain = replace(canonical(kernel), origins=kernel.origins)
     if not exact:
         plain = shortened(plain)
-    name = f"{kernel.name}_{kernel.digest[:8]}"
+    name = name or f"{kernel.name}_{kernel.digest[:8]}"
     tile = choose_tile(plain, interpreted)
     blocks = choose_blocks(plain, tile, interpreted)
     writer = _KernelWriter(plain, name, tile, blocks)

@@ -140,7 +140,7 @@ def make(
     heads = [*(p.name for p in made), *sizes, *(f"{c}: tl.constexpr" for c in ("INDEX", "PDL", *constants))]
     kinds = " ".join(str(p.dtype) for p in made)
     key = "\n".join([*body, *heads, kinds, str(constants), str(warps), str(stages), grid])
-    name = f"{stem}_{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}"
+    name = f"{stem}_{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
     example = {
         "buffers": [
             (str(dtype).removeprefix("torch."), _example(elements), written)
