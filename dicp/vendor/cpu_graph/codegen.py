@@ -432,8 +432,8 @@ class _KernelWriter:
                 self.accumulators.column_result(s, outer, "")
 
     def _scattered_columns(self, axis: Axis) -> list[str]:
-        """At each step of a scatter all columns of a run: neighbours share cache lines, and what is written next
-        lies elsewhere, mostly, so that no step waits for the store of the one before."""
+        """All columns of a run at each step of a scatter: neighbours share cache lines, and the next vector
+        is another place in memory, so that no update waits for the store of the one before."""
         step = Scope(provides=self.inner_vars)
         inside = Scope(step, lanes="lanes", provides=frozenset({axis.var}))
         self._stores(list(self.kernel.body), inside)

@@ -137,7 +137,7 @@ def block_loop(axis: Axis, block: str, lines: list[str], lanes: int) -> list[str
 
 
 def runs(axes: tuple[Axis, ...], along: Axis, lanes: int) -> int | None:
-    """Elements of `along` that a thread keeps to itself, where the axes have too few points for all threads."""
+    """Elements of `along` that one thread keeps, where the axes have too few points for all threads."""
     if not isinstance(along.size, int):
         return RUN * lanes
     if not few(axes):
