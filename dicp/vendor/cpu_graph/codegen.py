@@ -33,6 +33,7 @@ from dicp.vendor.cpu_graph.loops import (
     shared_vector_loop,
     vector_loop,
 )
+from dicp.vendor.cpu_graph.narrow import narrowed
 from dicp.vendor.cpu_graph.ranges import split_ranges
 from dicp.vendor.cpu_graph.turned import (
     Turned,
@@ -82,9 +83,10 @@ def _zeros(kernel: Kernel) -> list[str]:
 
 class _KernelWriter:
     def __init__(self, kernel: Kernel, name: str, lanes: int, shape: Shape | None = None) -> None:
-        self.kernel, self.name, self.lanes = kernel, name, lanes
+        self.wide, self.name, self.lanes = kernel, name, lanes  # wide: with positions of 64 bits
         self.shape = shape or choose_shape(kernel, lanes)
         self.vector_var = self.shape.vector.var if self.shape.vector is not None else None
+        self.kernel = narrowed(kernel, self.vector_var)
         self.writer = ExpressionWriter({p.name: p.dtype for p in kernel.params}, self.vector_var, lanes)
         self.inner_vars = frozenset(a.var for a in self.shape.inner)
         self.scan_refs = {r for s in kernel.body if isinstance(s, Scan) for r in s.refs}
@@ -144,7 +146,7 @@ class _KernelWriter:
 
     def _pointwise(self) -> list[str]:
         along = self.shape.vector
-        ranges = split_ranges(self.kernel, along, self.lanes) if along is not None else []
+        ranges = split_ranges(self.wide, along, self.lanes) if along is not None else []
         if len(ranges) < 2:
             return self._points()
         parts = [

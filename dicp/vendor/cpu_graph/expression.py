@@ -235,6 +235,8 @@ class ExpressionWriter:
     def _text(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
         if x.op == "load":
             return self._load(x, scope, mask)
+        if x.op == "index" and x.dtype == torch.int32 and scope.lanes is not None:
+            return self._small_index(x.args[0], scope, mask)
         if x.op == "index":
             return self.index(x.args[0], scope, mask)
         if x.op == "masked":
@@ -344,7 +346,9 @@ class ExpressionWriter:
             return f"{word}({num}, {den})"
         if a == self.vector_var:
             return f"iota({a.name})"  # type: ignore[attr-defined]
-        return self._atom_name(a, scope, mask)
+        name = self._atom_name(a, scope, mask)
+        narrow = isinstance(a, ix.Opaque) and a.payload.dtype == torch.int32 and self.is_vector(a.payload)
+        return f"cast<vi64>({name})" if narrow else name
 
     def _atom_name(self, a: ix.Atom, scope: Scope, mask: Mask | None) -> str:
         if isinstance(a, ix.Opaque):
@@ -381,7 +385,7 @@ class ExpressionWriter:
         for mono, factor in i.terms if isinstance(i, ix.Poly) else ():
             if any(self._index_varies(ix.of(a)) for a in mono):
                 near = near + factor * ix.product(ix.of(a) for a in mono)
-        if self._opaque_varies(i) or not self._is_small(near, 1 << 31):
+        if not self._is_small(near, 1 << 31):
             return f"{buffer}, {self.index(i, scope, mask)}"
         base = self._base(i - near, scope, mask)
         return f"{buffer}{f' + {base}' if base != '0' else ''}, {self._small_index(near, scope, mask)}"
@@ -407,6 +411,9 @@ class ExpressionWriter:
         if isinstance(a, (ix.Div, ix.Mod)):
             word = "small_quotient" if isinstance(a, ix.Div) else "small_remainder"
             return f"{word}({self._small_index(a.num, scope, mask)}, {a.den})"
+        if isinstance(a, ix.Opaque):
+            name = self.write(a.payload, scope, mask)
+            return name if a.payload.dtype == torch.int32 else f"cast<vi32>({name})"
         return f"iota32(int32_t({a.name}))"  # type: ignore[attr-defined]
 
     def _base(self, i: Index, scope: Scope, mask: Mask | None) -> str:
