@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -279,6 +280,62 @@ def test_what_is_looked_up_for_many_is_looked_up_once() -> None:
     table, positions = torch.randn(9, 3), torch.randint(0, 9, (5,))
     assert names(compiled(f, (8, 3, 5), table, positions)) == ["index", "add"]
     assert names(compiled(f, (7, 3, 5), table, positions)) == ["add"]
+
+
+class Launching(Kernels):
+    """Of a device on which each kernel more takes time."""
+
+    def machine(self, config: Any) -> Machine:
+        return replace(super().machine(config), launch_bytes=1 << 20)
+
+
+def kept(p: Any) -> list[tuple[Any, ...]]:
+    """Shapes of what is written between kernels."""
+    return [b.shape for d in p.lowered.defs for b in d.outputs if b.kind == "temp"]
+
+
+def test_a_value_is_kept_along_the_dims_on_which_it_depends() -> None:
+    """Where an image is sampled is the same in all its channels."""
+
+    def f(x, grid):
+        at = grid[:, None].expand(2, 3, 5)
+        return x * (at.sin() + at.cos())
+
+    assert set(kept(compiled(f, (2, 3, 5), (2, 5)))) == {(2, 1, 5)}
+    assert (2, 1, 5) not in kept(compiled(f, (2, 3, 5), (2, 5), vendor=Launching()))
+
+
+def test_positions_that_many_read_are_a_table() -> None:
+    def f(x):
+        at = (torch.arange(20) * 0.5).long()
+        return x[:, at]
+
+    assert kept(compiled(f, (9, 10))) == [(20,)]
+    assert kept(compiled(f, (2, 10))) == []  # as dear to look up as to make
+    assert kept(compiled(f, (9, 10), vendor=Launching())) == []
+
+
+def test_what_is_scattered_into_lies_along_what_is_read() -> None:
+    """The gradient of channels-last images that are looked up by pixel."""
+
+    def f(g, rows):
+        put = torch.ops.aten.index_put.default
+        return put(torch.zeros(2, 16, 5, 7), [None, None, rows], g, True).relu()
+
+    g = torch.randn(2, 16, 9, 7).contiguous(memory_format=torch.channels_last)
+    rows = torch.randint(0, 5, (9,))
+    scatters = [d for d in compiled(f, g, rows).lowered.defs if isinstance(d, Scatter)]
+    assert [d.base.strides for d in scatters] == [(560, 1, 112, 16)]
+    scatters = [d for d in compiled(f, g.contiguous(), rows).lowered.defs if isinstance(d, Scatter)]
+    assert [d.base.strides for d in scatters] == [(560, 35, 7, 1)]
+
+
+def test_additions_into_zeros_go_into_one_buffer() -> None:
+    def f(x, i, j):
+        return (x.new_zeros(5, 4).index_put((i,), x, True) + x.new_zeros(5, 4).index_put((j,), x, True)).relu()
+
+    p = compiled(f, (3, 4), torch.tensor([0, 1, 1]), torch.tensor([4, 1, 0]))
+    assert kept(p) == [(5, 4)]
 
 
 def test_long_expression_is_cut() -> None:

@@ -2,8 +2,9 @@
 
     lt(i1 // 2, 28)      ->      lt(i1 // 2 as int32, 28 as int32)
 
-Mostly these are positions: what tells padding from the image, or one side of a mask from the other. A register
-holds twice as many of them, and AVX2 has no multiplication, division or conversion to float for 64-bit lanes.
+Mostly these are positions: what tells padding from the image, or one side of a mask from the other. A
+register holds twice as many of them, and AVX2 neither multiplies nor divides 64-bit lanes, nor converts them
+to floats.
 """
 
 from __future__ import annotations
