@@ -13,6 +13,7 @@ from dicp.ir.printer import LAYOUT_KEY
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import rewrite_conv_matmul
+from dicp.passes.inline_regions import inline_regions
 from dicp.passes.layout import choose_layout
 from dicp.passes.pack import pack_weights
 from dicp.passes.pad_channels import pad_channels
@@ -101,6 +102,7 @@ def run_passes(
     Raises VerifyError (from the import, or naming the pass through `add_note`), InternalError where a pass
     raises another.
     """
+    inline_regions(gm)
     open_rng_states(gm)  # not one of PASSES: before it the graph has nodes without a value
     if config.verify:
         verify(gm)
