@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.errors import VendorError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
@@ -33,7 +34,7 @@ from dicp.schedule.strides import (
 from dicp.schedule.symbols import Symbols
 from dicp.schedule.traced import note_of, shape_env
 from dicp.vendor.asking import remedy
-from dicp.vendor.base import Machine
+from dicp.vendor.base import Machine, Vendor
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class DefinitionBuilder:
     node whose result is all of a buffer, which no other node's is, and which may so be overwritten behind its
     last reader."""
 
-    def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
+    def __init__(self, gm: fx.GraphModule, vendor: Vendor, config: Config) -> None:
         self.out = Lowered()
         self.out.machine = machine = vendor.machine(config)
         if not isinstance(machine, Machine):

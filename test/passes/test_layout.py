@@ -11,8 +11,9 @@ from dicp.ir.printer import show
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.facts import FREE_OUTPUTS
-from dicp.passes.layout import CHANNELS_LAST, LayoutCosts, choose_layout, relay
+from dicp.passes.layout import CHANNELS_LAST, choose_layout, relay
 from dicp.passes.rewrite_conv import rewrite_conv
+from dicp.vendor.base import LayoutCosts
 
 T = torch.Tensor
 X, W = (2, 8, 16, 16), (8, 8, 1, 1)
