@@ -46,12 +46,6 @@ LIBRARY = {
 }
 
 
-def claim_for(node: fx.Node, config: Any) -> Claim | None:
-    """The call for a node, taken without measuring."""
-    found = candidates(node, config)
-    return found[0] if found else None
-
-
 def candidates(node: fx.Node, config: Any) -> list[Claim]:
     """The calls that could serve a node, the one to take without measuring first; one under
     numerics="eager"."""
