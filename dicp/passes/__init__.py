@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.fx import GraphModule, Node
 
 from dicp.errors import DicpError, InternalError
-from dicp.ir.printer import LAYOUT_KEY
+from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import rewrite_conv_matmul

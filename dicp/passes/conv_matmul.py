@@ -24,9 +24,10 @@ from torch.fx import GraphModule, Node
 
 from dicp.compat import fake_mode_of, quiet_shapes, size_hint
 from dicp.ir.expr import LOW_PRECISION
+from dicp.ir.meta_keys import FREE_OUTPUTS
 from dicp.ir.verify import same_stride
 from dicp.ops.library import register
-from dicp.passes.facts import FREE_OUTPUTS, aten, is_tensor, prims, same_dtype, value_of
+from dicp.passes.facts import aten, is_tensor, prims, same_dtype, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
 from dicp.passes.rules import Activations, Emitter, activations_of, finish, replace

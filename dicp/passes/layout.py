@@ -11,25 +11,17 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dicp.compat import FakeTensorMode, fake_mode_of, quick_fake, quiet_shapes, size_hint
-from dicp.ir.printer import LAYOUT_KEY
+from dicp.ir.meta_keys import FREE_OUTPUTS, LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
 from dicp.passes.conv_matmul import convolution_of, pays
-from dicp.passes.facts import (
-    FREE_OUTPUTS,
-    aten,
-    bytes_of,
-    is_channels_last,
-    is_pure,
-    mutated_arguments,
-    value_of,
-)
+from dicp.passes.facts import aten, bytes_of, is_channels_last, is_pure, mutated_arguments, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
 from dicp.vendor.base import LayoutCosts, VendorBase, takes_graphs
 
 CHANNELS_LAST = (0, 2, 3, 1)
-"""Dims from outermost to innermost in memory: the value of `node.meta["dicp_layout"]`."""
+"""Dims from outermost to innermost in memory: the value of `node.meta[LAYOUT_KEY]`."""
 
 # What reads strides, not only elements: gets its inputs as they were traced.
 _STRIDE_READERS = (aten.as_strided.default, aten.view.dtype, aten.set_.source_Tensor)
@@ -62,7 +54,7 @@ def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     than the convolutions spare (LayoutCosts, sizes as seen while tracing), the graph becomes that one; else
     it stays.
     The decision is one for the whole graph. Every computed 4-D value whose order changed, and every copy into
-    it, has `meta["dicp_layout"]`.
+    it, has `meta[LAYOUT_KEY]`.
     """
     if takes_graphs(vendor):  # a toolchain that sees the graph chooses its own layouts
         return gm

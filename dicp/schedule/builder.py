@@ -17,6 +17,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
+from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.schedule.defs import Buffer, Lowered, Pointwise, Reduction, Scatter, View
@@ -112,8 +113,8 @@ class DefinitionBuilder:
         order = tuple(range(len(shape)))
         if node is not None:
             val = node.meta.get("val")
-            if "dicp_layout" in node.meta and len(node.meta["dicp_layout"]) == len(shape):
-                order = node.meta["dicp_layout"]
+            if LAYOUT_KEY in node.meta and len(node.meta[LAYOUT_KEY]) == len(shape):
+                order = node.meta[LAYOUT_KEY]
             elif isinstance(val, torch.Tensor) and _is_part_of(shape, self.sizes(val.shape)):
                 order = order_of(val)
         return dense_strides(shape, order)

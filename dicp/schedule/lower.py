@@ -23,13 +23,13 @@ from dicp.config import Config
 from dicp.errors import DicpError, InternalError, VendorError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
+from dicp.ir.meta_keys import PACKED, ROUNDED
 from dicp.ir.printer import op_name, user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
 from dicp.ops.rules.pointwise import broadcast
 from dicp.ops.table import Declined, table
-from dicp.passes.facts import ROUNDED, writes_input
-from dicp.passes.freeze import PACKED
+from dicp.passes.facts import writes_input
 from dicp.schedule.builder import DefinitionBuilder
 from dicp.schedule.calls import (
     effect,

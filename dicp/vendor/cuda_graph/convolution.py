@@ -18,6 +18,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ops.library import ACTIVATIONS
 from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
@@ -278,8 +279,8 @@ def _in_layout(node: fx.Node) -> Callable[[Any, fx.Node, Sequence[Any]], Sequenc
         wanted = list(args)
         for k in range(min(count, len(args))):
             source = node.args[k]
-            if isinstance(source, fx.Node) and "dicp_layout" in source.meta:
-                wanted[k] = lowering.in_order(args[k], source.meta["dicp_layout"])
+            if isinstance(source, fx.Node) and LAYOUT_KEY in source.meta:
+                wanted[k] = lowering.in_order(args[k], source.meta[LAYOUT_KEY])
         if backward:
             return _gradients_in_layout(lowering, args, wanted)
         if len(node.meta["val"].shape) == 4 and _parts(node.args, node.target)[7] == 1:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.ir.meta_keys import LAYOUT_KEY, PACKED
 from dicp.ir.value import Value
-from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims import depthwise, rectified, winograd
@@ -171,8 +171,8 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
         for k in (0, 3):
             if wanted[k] is not None:
                 wanted[k] = in_layout(lowering, n, args, k)
-        if wanted[3] is not None and "dicp_layout" in n.meta:
-            wanted[3] = lowering.in_order(args[3], n.meta["dicp_layout"])
+        if wanted[3] is not None and LAYOUT_KEY in n.meta:
+            wanted[3] = lowering.in_order(args[3], n.meta[LAYOUT_KEY])
         return wanted
 
     claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare, over=OTHER)

@@ -11,8 +11,8 @@ import torch.fx as fx
 
 from dicp.compat import known_equal, known_true, size_hint
 from dicp.ir import index as ix
+from dicp.ir.meta_keys import PACKED
 from dicp.passes.facts import bytes_of, is_saved
-from dicp.passes.freeze import PACKED
 from dicp.runtime.cpu import cpu_flags, cpu_maker
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
