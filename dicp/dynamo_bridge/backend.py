@@ -64,7 +64,7 @@ def backend_for(vendor: Any) -> Callable[..., Any]:
     else:
         from dicp.vendor.asking import require_whole
 
-        require_whole(vendor, getattr(vendor, "name", "?"))
+        require_whole(vendor)
 
     def backend(
         gm: fx.GraphModule,

@@ -101,9 +101,10 @@ def remedy(vendor: object) -> str:
     return REPORT if type(unwrapped(vendor)).__module__.partition(".")[0] == "dicp" else ""
 
 
-def require_whole(vendor: Any, name: str) -> None:
+def require_whole(vendor: Any, name: str = "") -> None:
     """Raises VendorError where this is no vendor, one that lacks a required part of the protocol, or one with
-    a public name that reads like an optional part which it lacks."""
+    a public name that reads like an optional part which it lacks. name: the one it is installed under."""
+    name = name or getattr(vendor, "name", "?")
     if isinstance(vendor, type):
         raise VendorError(f"vendor {name!r} is the class {vendor.__name__}, not an object of it")
     whose = f"vendor {name!r} ({type(vendor).__name__})"
