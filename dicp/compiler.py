@@ -164,7 +164,7 @@ def _assembled(vendor: Vendor, program: Program, config: Config) -> Callable[[li
     if not callable(call):
         raise VendorError(f"{vendor.name}.assemble gave {call!r}, which is no function of a list of inputs")
     if getattr(call, "_boxed_call", False):
-        return call  # type: ignore[no-any-return]
+        return call
 
     def boxed(args: list[Any]) -> Any:
         return call(args)

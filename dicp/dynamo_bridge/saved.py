@@ -116,7 +116,7 @@ def load(data: bytes, vendor: AnyVendor | None, config: Config) -> Callable[[lis
         call = Frozen(artifact.name, call, constants, artifact.folding, vendor.pack)
     compat.counters().update({"graphs_loaded": 1, **artifact.counts})
     say(f"{artifact.name}: loaded as it was saved, not compiled", config)
-    return call  # type: ignore[no-any-return]
+    return call
 
 
 def saved(

@@ -18,6 +18,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.config import Config
 from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ops.library import ACTIVATIONS
 from dicp.passes.freeze import is_constant
@@ -127,7 +128,7 @@ def _template_first(node: fx.Node) -> bool:
     return residual is not None or (act != "none" and not _fuses(node))
 
 
-def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
+def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     """The claims of a convolution, the one to take without measuring first."""
     if config.numerics == "eager" or not _served(node):
         return [library]
@@ -143,7 +144,7 @@ def _plans(node: fx.Node) -> list[Plan]:
     return list(dict.fromkeys(replace(p, split=1) for p in cuts))
 
 
-def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
         x, w, b, residual, stride, padding, dilation, _, act = _parts(c.args, c.node.target)
         y = c.outputs[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.passes.freeze import is_constant
 from dicp.runtime.cpu import cpu_maker
 from dicp.vendor.base import Claim
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 
-def candidates(node: fx.Node, config: Any) -> list[Claim]:
+def candidates(node: fx.Node, config: Config) -> list[Claim]:
     """The calls that could serve a node, the heuristic's choice first; under numerics="eager" the one
     that eager makes, so that results have its bits."""
     make = _table().get(node.target) or _FOREIGN.get(str(node.target))
