@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.errors import VendorError
 from dicp.ir.verify import verify
 from dicp.ops.library import register
@@ -31,8 +32,8 @@ from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
 from dicp.schedule.partition import partition
 from dicp.tuning.choose import choose_claims
-from dicp.vendor.asking import Asked
-from dicp.vendor.base import takes_graphs
+from dicp.vendor.asking import asked
+from dicp.vendor.base import AnyVendor, Vendor, takes_graphs
 
 _numbers = itertools.count()
 _observers: list[Callable[[Compiled], None]] = []
@@ -68,8 +69,8 @@ class Compiled:
 
 def compile_graph(
     gm: fx.GraphModule,
-    vendor: Any,
-    config: Any,
+    vendor: AnyVendor,
+    config: Config,
     role: str = "inference",
     weights: Mapping[int, str] | None = None,
 ) -> Compiled:
@@ -86,7 +87,7 @@ def compile_graph(
         kept: ResultMemory = "saved" if role == "forward" else "kept"
         results = kept if config.keep_results else "new"
         verified = Verified(name, gm, owned=role == "backward") if config.verify else None
-        compiled = _compile(gm, _Job(name, role, Asked(vendor), config, progress, results))
+        compiled = _compile(gm, _Job(name, role, asked(vendor), config, progress, results))
         if verified is not None:
             verified.call, compiled.call = compiled.call, verified
     for observer in list(_observers):
@@ -100,8 +101,8 @@ class _Job:
 
     name: str
     role: str
-    vendor: Any
-    config: Any
+    vendor: AnyVendor
+    config: Config
     progress: Progress
     results: ResultMemory
     seconds: dict[str, float] = field(default_factory=dict)
@@ -139,7 +140,7 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
     with step("lower"):
         lowered = lower(gm, vendor, config, claims)
     dump.definitions("30_lowered", lowered)
-    with _begun(vendor, lowered, config) as begun:
+    with vendor.begin(lowered, config) as begun:
         with step("fuse"):
             steps = fuse(lowered)
         with step("kernels"):
@@ -157,13 +158,13 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
     return _done(Compiled(name, job.role, call, program, job.seconds), dump)
 
 
-def _assembled(vendor: Any, program: Program, config: Any) -> Callable[[list[Any]], Any]:
+def _assembled(vendor: Vendor, program: Program, config: Config) -> Callable[[list[Any]], Any]:
     """The vendor's function, which takes one list (AOTAutograd unpacks what is not marked so)."""
     call = vendor.assemble(program, config)
     if not callable(call):
         raise VendorError(f"{vendor.name}.assemble gave {call!r}, which is no function of a list of inputs")
     if getattr(call, "_boxed_call", False):
-        return call  # type: ignore[no-any-return]
+        return call
 
     def boxed(args: list[Any]) -> Any:
         return call(args)
@@ -172,17 +173,12 @@ def _assembled(vendor: Any, program: Program, config: Any) -> Callable[[list[Any
     return boxed
 
 
-def _begun(vendor: Any, lowered: Lowered, config: Any) -> contextlib.AbstractContextManager[Any]:
-    begin = getattr(vendor, "begin", None)
-    return contextlib.nullcontext() if begin is None else begin(lowered, config)  # type: ignore[no-any-return]
-
-
-def _with_constants(main: Compiled, constants: Compiled, folding: Folding, vendor: Any) -> Compiled:
+def _with_constants(main: Compiled, constants: Compiled, folding: Folding, vendor: AnyVendor) -> Compiled:
     """A graph whose weights are frozen, of its two programs."""
     main.constants, main.folding = constants, folding
     for what, seconds in constants.seconds.items():
         main.seconds[what] = main.seconds.get(what, 0.0) + seconds
-    main.call = Frozen(main.name, main.call, constants.call, folding, getattr(vendor, "pack", None))
+    main.call = Frozen(main.name, main.call, constants.call, folding, vendor.pack)
     save_main, save_constants = main.program.save, constants.program.save
     if save_main is None or save_constants is None:
         main.program.save = None
@@ -200,12 +196,12 @@ def _kept_inputs(lowered: Lowered) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _compile_one(
-    gm: fx.GraphModule, vendor: Any, config: Any, claims: dict[fx.Node, Any]
+    gm: fx.GraphModule, vendor: Vendor, config: Config, claims: dict[fx.Node, Any]
 ) -> Callable[[list[Any]], Any]:
     """The way from here on, for the graph of one call that is to be measured."""
     plain = dataclasses.replace(config, debug=0, dump=None)
     lowered = lower(gm, vendor, plain, claims)
-    with _begun(vendor, lowered, plain) as begun:
+    with vendor.begin(lowered, plain) as begun:
         items = build_kernels(fuse(lowered), lowered)
         program = make_program("candidate", lowered, items, plan_memory(items, lowered))
         program.begun = begun

@@ -23,12 +23,12 @@ def _vendors(config: Any) -> dict[str, str]:
     """Each installed vendor: "ready", or what it lacks."""
     from dicp import vendor as vendors
     from dicp.errors import VendorError
-    from dicp.vendor.asking import Asked
+    from dicp.vendor.asking import asked
 
     found = {}
     for name in vendors.names():
         try:
-            found[name] = Asked(vendors.get(name)).available(config) or "ready"
+            found[name] = asked(vendors.get(name)).available(config) or "ready"
         except VendorError as error:
             found[name] = error.what
     return found

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from dicp.compat import size_hint
 from dicp.ir.verify import insert, same_stride, verify
+from dicp.vendor.base import VendorBase
 
 
 def graph_of(fn: Callable[..., Any], *inputs: Any, **options: Any) -> GraphModule:
@@ -133,7 +134,7 @@ def with_mutation(gm: GraphModule) -> GraphModule:
 
 
 @dataclasses.dataclass(frozen=True)
-class claims:
+class claims(VendorBase):
     """A vendor for the passes: claims the dicp::* calls for which `accepts` holds."""
 
     accepts: Callable[[torch.fx.Node], bool] = lambda node: True

@@ -26,10 +26,10 @@ from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import Launch, build_kernels
 from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
-from dicp.vendor.base import Machine
+from dicp.vendor.base import Machine, Vendor
 
 
-class Kernels:
+class Kernels(Vendor):
     """A vendor for tests that claims `names` (op names of aten, "mm") and forms no dicp::* op."""
 
     name, device = "test", "cpu"

@@ -193,6 +193,19 @@ def test_environment_is_read_in_config_only(what: str) -> None:
     assert not wrong, sorted(set(wrong))
 
 
+def test_vendors_are_asked_through_their_types() -> None:
+    """A misspelt name is then an error of types: what a vendor may leave out has its default in vendor/base.py."""
+    wrong = [
+        f"{name}:{call.lineno} {ast.unparse(call)}"
+        for name, tree in modules()
+        if not under(name, "dicp.vendor")
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("getattr", "hasattr")
+        if "vendor" in ast.unparse(call.args[0]).rpartition(".")[2]
+    ]
+    assert not wrong, wrong
+
+
 def test_no_bare_except_and_no_assert_false() -> None:
     wrong = []
     for name, tree in modules():

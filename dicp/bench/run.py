@@ -21,6 +21,7 @@ from dicp.bench import contestants, measure
 from dicp.bench.workloads import DTYPES, Call, Setting, cost, workload
 from dicp.compiler import Compiled, observe
 from dicp.config import Config, env_names
+from dicp.vendor.asking import asked
 from dicp.vendor.base import Load
 
 KINDS = ("steady", "compile", "memory", "overhead")
@@ -111,10 +112,9 @@ def _steady(job: Job) -> Figures:
 def _on_device(calls: dict[str, Call], job: Job) -> Figures:
     """Median milliseconds of the device for each call, taking turns; none of those that cannot be measured
     without what the host takes."""
-    vendor = vendors.for_device(job.setting.device)
-    if not hasattr(vendor, "clock"):
+    clock = asked(vendors.for_device(job.setting.device)).clock(Config.make())
+    if clock is None:
         return {}
-    clock = vendor.clock(Config.make())
     seen: dict[str, list[float]] = {name: [] for name in calls}
     late = set[str]()
     for _ in range(job.rounds):
@@ -126,10 +126,10 @@ def _on_device(calls: dict[str, Call], job: Job) -> Figures:
 
 def _loads(job: Job) -> dict[str, Load]:
     """What shows the most that the machine can do, in turns with the contestants."""
-    vendor = vendors.for_device(job.setting.device)
-    if not hasattr(vendor, "ceilings"):
+    found = asked(vendors.for_device(job.setting.device)).ceilings(DTYPES[job.setting.dtype])
+    if found is None:
         return {}
-    arithmetic, reading = vendor.ceilings(DTYPES[job.setting.dtype])
+    arithmetic, reading = found
     return {f"arithmetic {k}": load for k, load in enumerate(arithmetic)} | {"reading": reading}
 
 

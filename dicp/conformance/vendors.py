@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dicp.vendor.base import AnyVendor
 
 SHIPPED = {"cpu_graph": "dicp_cpu", "cuda_graph": "dicp_cuda"}
 
@@ -13,15 +16,16 @@ def backend_of(vendor: str) -> str:
     """The `torch.compile` backend of a vendor: what ships under that name, or the vendor's own `backend`, or
     the vendor's name.
     """
-    return SHIPPED.get(vendor) or str(getattr(_vendor(vendor), "backend", vendor))
+    return SHIPPED.get(vendor) or _vendor(vendor).backend or vendor
 
 
 def device_of(vendor: str) -> str:
     """The torch type of the device that a vendor's programs take tensors of here."""
     from dicp.config import Config
+    from dicp.vendor.base import takes_graphs
 
     found = _vendor(vendor)
-    device = found.machine(Config.make()).device if hasattr(found, "machine") else None
+    device = None if takes_graphs(found) else found.machine(Config.make()).device
     return str(device or found.device)
 
 
@@ -41,9 +45,10 @@ def require_backend(name: str, modules: Sequence[str]) -> None:
         )
 
 
-def _vendor(name: str) -> Any:
+def _vendor(name: str) -> AnyVendor:
     from dicp.errors import DicpError
     from dicp.vendor import get, names
+    from dicp.vendor.asking import asked
 
     if name not in names():
         known = ", ".join(sorted({*names(), *SHIPPED}))
@@ -51,6 +56,6 @@ def _vendor(name: str) -> Any:
             f"no vendor named {name!r}; there are {known}. For any torch.compile backend: --backend NAME"
         )
     try:
-        return get(name)
+        return asked(get(name))
     except DicpError as e:
         raise SystemExit(str(e)) from e

@@ -9,7 +9,7 @@ from torch import fx
 
 from dicp.compat import fake_mode_of, known_equal, quiet_shapes
 from dicp.compiler import Compiled
-from dicp.passes.facts import FREE_OUTPUTS
+from dicp.ir.meta_keys import FREE_OUTPUTS
 from dicp.passes.layout import relay
 from dicp.schedule.defs import View
 

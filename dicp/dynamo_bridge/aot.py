@@ -14,6 +14,7 @@ import torch.fx as fx
 from dicp import compat
 from dicp.compat import autograd
 from dicp.compiler import Compiled, compile_graph, watched
+from dicp.config import Config
 from dicp.dynamo_bridge import saved
 from dicp.dynamo_bridge.activations import Activations, result_names
 from dicp.dynamo_bridge.lost_writes import refuse_lost_writes
@@ -23,8 +24,8 @@ from dicp.passes.rematerialize import rematerialize
 from dicp.passes.rounded import round_alike, round_stepped
 from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
-from dicp.vendor.asking import Asked
-from dicp.vendor.base import takes_graphs
+from dicp.vendor.asking import has
+from dicp.vendor.base import AnyVendor, Vendor, takes_graphs
 
 ROLES = ("forward", "backward", "inference")
 GRADIENTS = (
@@ -34,7 +35,7 @@ GRADIENTS = (
 
 
 def compile_joint(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: Any, config: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], vendor: AnyVendor, config: Config
 ) -> Callable[..., Any]:
     """Trace forward and (where gradients are needed) backward, and compile each; or take what torch's cache
     has of an earlier compile."""
@@ -73,7 +74,9 @@ def compile_joint(
 class _Parts:
     """The graphs that AOTAutograd makes of one of Dynamo's."""
 
-    def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any, stored: bool, shortcut: Any) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, vendor: AnyVendor, config: Config, stored: bool, shortcut: Any
+    ) -> None:
         self.gm, self.vendor, self.config = gm, vendor, config
         self.stored, self.shortcut = stored, shortcut
         self.activations = Activations()
@@ -117,10 +120,10 @@ class _Parts:
             say(what, self.config)
 
 
-def _decompositions(vendor: Any, config: Any) -> dict[Any, Any]:
+def _decompositions(vendor: AnyVendor, config: Config) -> dict[Any, Any]:
     """Those of a vendor. Of a vendor that calls whatever aten op, under eager numerics fewer."""
-    exact = config.numerics == "eager" and hasattr(vendor, "aten_call")
-    return decomposition_table(Asked(vendor).keeps, not takes_graphs(vendor), exact)
+    exact = config.numerics == "eager" and has(vendor, Vendor.aten_call)
+    return decomposition_table(vendor.keeps, not takes_graphs(vendor), exact)
 
 
 def _has_effects(graph: fx.GraphModule) -> bool:

@@ -64,7 +64,7 @@ def backend_for(vendor: Any) -> Callable[..., Any]:
     else:
         from dicp.vendor.asking import require_whole
 
-        require_whole(vendor, getattr(vendor, "name", "?"))
+        require_whole(vendor)
 
     def backend(
         gm: fx.GraphModule,
@@ -87,7 +87,7 @@ def _vendor(name: str) -> Any:
 
 
 def _compile(
-    vendor: Any,
+    given: Any,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     mode: str | None,
@@ -97,10 +97,10 @@ def _compile(
     from dicp.dynamo_bridge.aot import compile_joint
     from dicp.dynamo_bridge.constant_masks import fold_masks
     from dicp.errors import DicpError, VendorError
-    from dicp.vendor.asking import Asked, remedy
+    from dicp.vendor.asking import asked, remedy
 
-    config = Config.make(mode, options)
-    problem = Asked(vendor).available(config)
+    config, vendor = Config.make(mode, options), asked(given)
+    problem = vendor.available(config)
     if problem is not None and not isinstance(problem, str):
         what = f"{vendor.name}.available gave {problem!r}, which is neither None nor a text that says why not"
         raise VendorError(what, todo=remedy(vendor))
@@ -108,8 +108,7 @@ def _compile(
         raise DicpError(f"{vendor.name} cannot run here: {problem}")
     if config.numerics != "eager":
         fold_masks(gm)
-    if hasattr(vendor, "warm_up"):
-        Asked(vendor).warm_up(gm, config)
+    vendor.warm_up(gm, config)
     return compile_joint(gm, example_inputs, vendor, config)
 
 

@@ -29,10 +29,11 @@ from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
 from dicp.runtime.failure import refuse_without_memory
 from dicp.runtime.frozen import Frozen
-from dicp.vendor.asking import Asked
+from dicp.vendor.asking import asked, has, unwrapped
+from dicp.vendor.base import AnyVendor, VendorBase
 
 # the vendor and the config of the compile that torch loads something for
-_Compile = tuple[Any, Config] | None
+_Compile = tuple[AnyVendor, Config] | None
 _compile: contextvars.ContextVar[_Compile] = contextvars.ContextVar("dicp_compile", default=None)
 
 
@@ -99,7 +100,7 @@ def _unpickled(artifact: bytes, key: str = "") -> SavedGraph:
     return SavedGraph(None, artifact, key)
 
 
-def load(data: bytes, vendor: Any, config: Config) -> Callable[[list[Any]], Any]:
+def load(data: bytes, vendor: AnyVendor | None, config: Config) -> Callable[[list[Any]], Any]:
     """The function of a saved program. Raises CacheError.
 
     vendor: taken where it is the program's; else the installed one of that name is.
@@ -108,14 +109,14 @@ def load(data: bytes, vendor: Any, config: Config) -> Callable[[list[Any]], Any]
 
     artifact = Artifact.from_bytes(data)
     if vendor is None or vendor.name != artifact.vendor:
-        vendor = vendors.get(artifact.vendor)
+        vendor = asked(vendors.get(artifact.vendor))
     call = vendor.load(artifact, config)
     if artifact.folding is not None:
         constants = vendor.load(artifact.constants, config)
-        call = Frozen(artifact.name, call, constants, artifact.folding, getattr(vendor, "pack", None))
+        call = Frozen(artifact.name, call, constants, artifact.folding, vendor.pack)
     compat.counters().update({"graphs_loaded": 1, **artifact.counts})
     say(f"{artifact.name}: loaded as it was saved, not compiled", config)
-    return call  # type: ignore[no-any-return]
+    return call
 
 
 def saved(
@@ -161,11 +162,11 @@ def _artifact(compiled: Compiled) -> Artifact:
     return artifact
 
 
-def can_save(gm: fx.GraphModule, inputs: Sequence[Any], vendor: Any, config: Config) -> bool:
+def can_save(gm: fx.GraphModule, inputs: Sequence[Any], vendor: AnyVendor, config: Config) -> bool:
     """Whether the results for a graph may come from, and go to, torch's cache: where nobody watches the
     compile, and the key knows all that they depend on."""
     watched = config.dump is not None or config.debug >= 2 or config.verify
-    return hasattr(vendor, "load") and not watched and not beyond_key(gm, inputs)
+    return has(vendor, VendorBase.load) and not watched and not beyond_key(gm, inputs)
 
 
 def beyond_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -227,15 +228,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def cache_tag(vendor: Any, config: Config, packages: Mapping[str, str | None] = MappingProxyType({})) -> str:
+def cache_tag(
+    vendor: AnyVendor, config: Config, packages: Mapping[str, str | None] = MappingProxyType({})
+) -> str:
     """What torch's cache key has to know of dicp: its sources, the vendor with its toolchain, the options,
     what generated code is fitted to, what traces of attention go by, and the packages that have operators in
     the graph."""
     parts = (
         sources_digest(),
         vendor.name,
-        vendor_digest(vendor),
-        Asked(vendor).fingerprint(config),
+        vendor_digest(unwrapped(vendor)),
+        vendor.fingerprint(config),
         config.fingerprint(),
         torch.get_num_threads(),
         torch.get_default_dtype(),
@@ -246,7 +249,7 @@ def cache_tag(vendor: Any, config: Config, packages: Mapping[str, str | None] = 
 
 
 @contextlib.contextmanager
-def loading_under(vendor: Any, config: Config) -> Iterator[None]:
+def loading_under(vendor: AnyVendor, config: Config) -> Iterator[None]:
     """What torch unpickles inside is loaded for this vendor under this config."""
     token = _compile.set((vendor, config))
     try:

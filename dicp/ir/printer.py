@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-LAYOUT_KEY = "dicp_layout"
+from dicp.ir.meta_keys import LAYOUT_KEY
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 DTYPE_NAMES: dict[torch.dtype, str] = {

@@ -12,10 +12,8 @@ from torch.fx.node import map_arg
 
 from dicp.compat import FakeTensor, FakeTensorMode, fake_mode_of, known_equal, quick_fake, quiet_shapes
 from dicp.errors import VerifyError
+from dicp.ir.meta_keys import STRIDE_WAIVED
 from dicp.ir.printer import dtype_name, op_name, user_location
-
-STRIDE_WAIVED = "dicp_any_stride"
-"""Key of `node.meta`: true where a layout pass has taken the strides out of the traced program's hands."""
 
 _COPIED_META = ("stack_trace", "original_aten", "nn_module_stack", "source_fn_stack", "seq_nr")
 _DATA_DEPENDENT = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)

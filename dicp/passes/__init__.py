@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.fx import GraphModule, Node
 
 from dicp.errors import DicpError, InternalError
-from dicp.ir.printer import LAYOUT_KEY
+from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import rewrite_conv_matmul
@@ -29,12 +29,12 @@ from dicp.passes.rewrite_scatter import rewrite_scatter
 from dicp.passes.rewrite_separable import rewrite_separable
 from dicp.passes.rewrite_whole_window import rewrite_whole_window
 from dicp.passes.rng_states import open_rng_states
-from dicp.passes.rules import Claims
 from dicp.passes.split_backward import split_backward
 from dicp.passes.unfuse_bias import unfuse_bias
 from dicp.passes.widen import widen
+from dicp.vendor.base import VendorBase
 
-__all__ = ["PASSES", "Claims", "OnPass", "Pass", "run_passes"]
+__all__ = ["PASSES", "OnPass", "Pass", "run_passes"]
 
 
 class PassConfig(Protocol):
@@ -55,7 +55,7 @@ class Pass(NamedTuple):
     bits, in low precision too. One that is not exact does not run under `numerics="eager"`."""
 
     name: str
-    run: Callable[[GraphModule, Claims], GraphModule]
+    run: Callable[[GraphModule, VendorBase], GraphModule]
     reason: str
     exact: bool = False
 
@@ -92,7 +92,7 @@ PASSES: tuple[Pass, ...] = (
 
 def run_passes(
     gm: GraphModule,
-    vendor: Claims,
+    vendor: VendorBase,
     config: PassConfig,
     on_pass: OnPass | None = None,
 ) -> GraphModule:
@@ -124,7 +124,7 @@ def run_passes(
     return gm
 
 
-def _run(entry: Pass, gm: GraphModule, vendor: Claims) -> GraphModule:
+def _run(entry: Pass, gm: GraphModule, vendor: VendorBase) -> GraphModule:
     try:
         return entry.run(gm, vendor)
     except DicpError:

@@ -11,9 +11,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dicp.compat import known_equal
+from dicp.ir.meta_keys import ROUNDED
 from dicp.ir.verify import insert, same_meta
 from dicp.passes.facts import (
-    ROUNDED,
     aten,
     base_of,
     erase_dead,

@@ -13,56 +13,25 @@ stored, and gives what is stored, where the vendor has products of such.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from dicp.compat import fake_mode_of, quiet_shapes, size_hint
 from dicp.ir.expr import LOW_PRECISION
+from dicp.ir.meta_keys import FREE_OUTPUTS
 from dicp.ir.verify import same_stride
 from dicp.ops.library import register
-from dicp.passes.facts import FREE_OUTPUTS, aten, is_tensor, prims, same_dtype, value_of
+from dicp.passes.facts import aten, is_tensor, prims, same_dtype, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
 from dicp.passes.rules import Activations, Emitter, activations_of, finish, replace
-
-Part = Literal["result", "input", "weight"]
-"""What is computed: the convolution's result, or the gradient of its input or of its weight."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Convolution:
-    """One convolution as the vendor is asked about it: `matmul_pays(part, convolution) -> bool`. Symbolic
-    sizes are those seen while tracing."""
-
-    positions: int
-    """batch * height * width of the result"""
-    size: tuple[int, int]
-    """height and width of the result"""
-    channels: tuple[int, int]
-    """of input and result"""
-    window: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dtype: torch.dtype
-    stored: torch.dtype
-    """dtype of what its input is a copy of: a low precision where `widen` has it computed in float32"""
-
-    @property
-    def patches(self) -> bool:
-        """Whether the windows lie side by side, so that gathering them copies each element once."""
-        return self.window == self.stride and self.padding == (0, 0)
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether x's rows are the positions as they are."""
-        return self.window == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
+from dicp.vendor.base import Convolution, Part, VendorBase
 
 
 def convolution_of(node: Node) -> Convolution | None:
@@ -126,17 +95,14 @@ def _pair(x: Sequence[int]) -> tuple[int, int]:
     return (x[0], x[-1])
 
 
-def pays(vendor: Any, part: Part, conv: Convolution | None) -> bool:
-    """Whether the vendor would rather have that part as a matrix product; no by default."""
-    ask = getattr(vendor, "matmul_pays", None)
-    return conv is not None and ask is not None and bool(ask(part, conv))
+def pays(vendor: VendorBase, part: Part, conv: Convolution | None) -> bool:
+    """Whether the vendor would rather have that part as a matrix product."""
+    return conv is not None and bool(vendor.matmul_pays(part, conv))
 
 
-def rewrite_conv_matmul(gm: GraphModule, vendor: Any) -> GraphModule:
+def rewrite_conv_matmul(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """conv(x, w)  ->  mm(rows of x, w^T), and the gradients likewise, where x is channels-last and the vendor
     says that it pays. Convolutions stay whose weights the vendor packs, or whose bias has another dtype."""
-    if getattr(vendor, "matmul_pays", None) is None:
-        return gm
     register()
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
     if mode is None:
@@ -173,7 +139,7 @@ def _of_one_dtype(node: Node) -> bool:
     return bias is None or value_of(bias).dtype == value_of(node).dtype
 
 
-def _fused(node: Node, conv: Convolution, vendor: Any, activations: Activations) -> bool:
+def _fused(node: Node, conv: Convolution, vendor: VendorBase, activations: Activations) -> bool:
     """Put dicp.linear for a convolution and what it adds, or the activation behind it, if the vendor claims
     that. Not for a convolution that is computed in another dtype than its operands are stored in."""
     other = _other(node)
@@ -194,7 +160,7 @@ def _fused(node: Node, conv: Convolution, vendor: Any, activations: Activations)
     return True
 
 
-def _result(node: Node, conv: Convolution, vendor: Any, activations: Activations) -> None:
+def _result(node: Node, conv: Convolution, vendor: VendorBase, activations: Activations) -> None:
     if _fused(node, conv, vendor, activations) or _other(node) is not None:
         return
     emit = Emitter(node)
@@ -212,7 +178,7 @@ def _result(node: Node, conv: Convolution, vendor: Any, activations: Activations
 
 
 def _multiplied(
-    at: Node, result: Node, operands: Sequence[Any], product: Callable[..., Node], vendor: Any
+    at: Node, result: Node, operands: Sequence[Any], product: Callable[..., Node], vendor: VendorBase
 ) -> Node:
     """`product(emit, *operands)` before a node: as the operands are stored where all, and all that is made of
     the result, are of one low precision of which the vendor has products; else as given."""
@@ -221,8 +187,7 @@ def _multiplied(
     if stored != list(operands) and len(dtypes) == 1:
         emit = Emitter(at)
         y = product(emit, *stored)
-        wide = getattr(vendor, "computes_wide", None)
-        if wide is None or not wide(y):
+        if not vendor.computes_wide(y):
             return y
         emit.undo()
     return product(Emitter(at), *operands)
@@ -241,7 +206,7 @@ def _replace(old: Node, product: Node, shaped: Callable[[Node, Node], Node]) -> 
         replace(rounded, shaped(product, rounded))
 
 
-def _gradients(node: Node, conv: Convolution, vendor: Any) -> None:
+def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
     grad, x, weight = node.args[:3]
     mask = list(node.args[10])  # type: ignore[call-overload]
     of_input = mask[0] and conv.pointwise and pays(vendor, "input", conv)

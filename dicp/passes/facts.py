@@ -11,16 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dicp.compat import known_equal, size_hint
-
-FREE_OUTPUTS = "dicp_free_outputs"
-"""Key of `gm.meta`: indices of outputs whose strides the compiler may choose: the backward that reads them is
-compiled for those, and autograd takes any."""
-
-VIEWS_OF_INPUTS = "dicp_views_of_inputs"
-"""Key of `gm.meta`: indices of outputs that are views of inputs the graph writes, and share their memory."""
-
-ROUNDED = "dicp_rounded"
-"""Key of `node.meta`: the value is rounded to its dtype also where it is not written to memory."""
+from dicp.ir.meta_keys import FREE_OUTPUTS
 
 aten = torch.ops.aten
 prims = torch.ops.prims

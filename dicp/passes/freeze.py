@@ -15,15 +15,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from dicp.ir.meta_keys import FROZEN, PACKED
 from dicp.ir.printer import dtype_name, op_name
 from dicp.ops.library import register
 from dicp.passes.facts import base_of, bytes_of, is_pure, is_tensor, is_view, value_of
-
-FROZEN = "dicp_frozen"
-"""Key of a placeholder's meta: the name of the weight that it is."""
-
-PACKED = "dicp_packed"
-"""Key of a placeholder's meta: the form, where it is what the vendor made of a weight (`Vendor.pack`)."""
 
 SMALL = 1 << 20
 """Bytes up to which a value is folded that is larger than the weights it is made of: tables of rotary

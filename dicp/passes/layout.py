@@ -11,45 +11,20 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from dicp.compat import FakeTensorMode, fake_mode_of, quick_fake, quiet_shapes, size_hint
-from dicp.ir.printer import LAYOUT_KEY
+from dicp.ir.meta_keys import FREE_OUTPUTS, LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.library import register
 from dicp.passes.conv_matmul import convolution_of, pays
-from dicp.passes.facts import (
-    FREE_OUTPUTS,
-    aten,
-    bytes_of,
-    is_channels_last,
-    is_pure,
-    mutated_arguments,
-    value_of,
-)
+from dicp.passes.facts import aten, bytes_of, is_channels_last, is_pure, mutated_arguments, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
-from dicp.vendor.base import takes_graphs
+from dicp.vendor.base import LayoutCosts, VendorBase, takes_graphs
 
 CHANNELS_LAST = (0, 2, 3, 1)
-"""Dims from outermost to innermost in memory: the value of `node.meta["dicp_layout"]`."""
+"""Dims from outermost to innermost in memory: the value of `node.meta[LAYOUT_KEY]`."""
 
 # What reads strides, not only elements: gets its inputs as they were traced.
 _STRIDE_READERS = (aten.as_strided.default, aten.view.dtype, aten.set_.source_Tensor)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayoutCosts:
-    """Bytes moved, per byte of a tensor; a vendor may bring its own as `layout_costs`.
-
-    Defaults are those of oneDNN on a CPU. A conversion reads and writes; channels-last spares part of the
-    blocking of input and result, which the library would do first; a window larger than 1x1 has its weight
-    reordered twice more, which is slower by the byte.
-    """
-
-    conversion: float = 2.0
-    activation_gain: float = 0.5
-    weight_loss: float = 4.0
-    min_positions: int = 256
-    """Output positions (batch * height * width) under which the library is slower channels-last: of two
-    images, the backward of 512 channels at 7x7 is far slower, that of 256 at 14x14 no longer."""
 
 
 @dataclasses.dataclass
@@ -67,10 +42,10 @@ class Plan:
     packed: frozenset[Node] = frozenset()
     constants: frozenset[Node] = frozenset()
     extra: dict[Node, float] = dataclasses.field(default_factory=dict)
-    """what the vendor says that a convolution spares besides (`Vendor.channels_last_gain`)"""
+    """what the vendor says that a convolution spares besides (`VendorBase.channels_last_gain`)"""
 
 
-def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
+def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """conv(x: [B,C,H,W])  ->  conv(clone(x, channels_last)), and what follows keeps that order.
 
     Plays the graph once more with every convolution fed channels-last: elementwise calls, pools and norms
@@ -79,7 +54,7 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
     than the convolutions spare (LayoutCosts, sizes as seen while tracing), the graph becomes that one; else
     it stays.
     The decision is one for the whole graph. Every computed 4-D value whose order changed, and every copy into
-    it, has `meta["dicp_layout"]`.
+    it, has `meta[LAYOUT_KEY]`.
     """
     if takes_graphs(vendor):  # a toolchain that sees the graph chooses its own layouts
         return gm
@@ -89,12 +64,12 @@ def choose_layout(gm: GraphModule, vendor: Any) -> GraphModule:
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
     if mode is None:
         return gm
-    costs = getattr(vendor, "layout_costs", None) or LayoutCosts()
+    costs = vendor.layout_costs
     with mode, quiet_shapes(mode):
         plan = Plan({}, constants=constants_of(gm))
         plan.packed = frozenset(n for n in gm.graph.nodes if packed_form(vendor, n, plan.constants))
         plan.products = plan.packed.union(n for n in gm.graph.nodes if _is_product(n, vendor))
-        plan.extra = _extra_gains(gm, vendor)
+        plan.extra = {n: vendor.channels_last_gain(n) for n in gm.graph.nodes if _conv_inputs(n)}
         plan.products = plan.products.union(n for n, extra in plan.extra.items() if extra > 0)
         if not _may_pay(gm, plan, costs) or not _plan(gm, plan, costs):
             return gm
@@ -139,17 +114,10 @@ def _laid_out_as(graph: Graph, source: Node, like: torch.Tensor) -> Node:
     return insert(graph, aten.permute.default, (copy, back), like=source)
 
 
-def _is_product(node: Node, vendor: Any) -> bool:
+def _is_product(node: Node, vendor: VendorBase) -> bool:
     conv = convolution_of(node)
     backward = node.target is aten.convolution_backward.default
     return any(pays(vendor, part, conv) for part in (("input", "weight") if backward else ("result",)))  # type: ignore[arg-type]
-
-
-def _extra_gains(gm: GraphModule, vendor: Any) -> dict[Node, float]:
-    ask = getattr(vendor, "channels_last_gain", None)
-    if ask is None:
-        return {}
-    return {n: ask(n) for n in gm.graph.nodes if _conv_inputs(n)}
 
 
 def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:

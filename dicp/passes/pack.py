@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ops.library import register
 from dicp.passes.facts import is_channels_last, value_of
 from dicp.passes.freeze import constants_of, is_constant
-from dicp.passes.rules import Emitter
+from dicp.passes.rules import Claims, Emitter
+from dicp.vendor.asking import has
+from dicp.vendor.base import VendorBase
 
 
-def packed_form(vendor: Any, node: Node, constants: frozenset[Node]) -> str | None:
+def packed_form(vendor: VendorBase, node: Node, constants: frozenset[Node]) -> str | None:
     """The form in which the vendor would rather have the weight of a dicp::linear or dicp::conv, if the
-    weight is constant; None where it would not, or has no such thing (`Vendor.packs`)."""
+    weight is constant; None where it would not (`VendorBase.packs`)."""
     if not constants or node.target not in (torch.ops.dicp.linear.default, torch.ops.dicp.conv.default):
         return None
-    ask = getattr(vendor, "packs", None)
-    form: str | None = ask(node) if ask is not None and node.args[1] in constants else None
-    return form
+    return vendor.packs(node) if node.args[1] in constants else None
 
 
-def may_pack(vendor: Any, weight: Node) -> bool:
+def may_pack(vendor: Claims, weight: Node) -> bool:
     """Whether the vendor may have a form for a weight (`packed_form` of the call says which)."""
-    return getattr(vendor, "packs", None) is not None and is_constant(weight)
+    return has(vendor, VendorBase.packs) and is_constant(weight)
 
 
-def pack_weights(gm: GraphModule, vendor: Any) -> GraphModule:
+def pack_weights(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """linear(x, w, ...)  ->  linear(x, pack(w, form), ...), where w is constant and the vendor has a form.
 
     For convolutions only channels-last ones: in their packed forms libraries answer in that order.

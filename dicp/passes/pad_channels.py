@@ -13,18 +13,18 @@ from torch.fx import GraphModule, Node
 from dicp.compat import fake_mode_of, quiet_shapes
 from dicp.passes.facts import aten, value_of
 from dicp.passes.rules import Emitter
+from dicp.vendor.base import VendorBase
 
 
-def pad_channels(gm: GraphModule, vendor: Any) -> GraphModule:
+def pad_channels(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """dicp.conv(x, w)  ->  dicp.conv(pad(x), pad(w)), to as many channels as the vendor says."""
-    ask = getattr(vendor, "padded_channels", None)
-    mode = fake_mode_of([value_of(n) for n in gm.graph.nodes]) if ask is not None else None
-    if ask is None or mode is None:
+    convolutions = [n for n in gm.graph.nodes if n.target is torch.ops.dicp.conv.default]
+    mode = fake_mode_of([value_of(n) for n in convolutions])
+    if mode is None:
         return gm
-    for node in gm.graph.nodes:
-        if node.target is torch.ops.dicp.conv.default:
-            with mode, quiet_shapes(mode):
-                _pad(node, ask(node))
+    for node in convolutions:
+        with mode, quiet_shapes(mode):
+            _pad(node, vendor.padded_channels(node))
     return gm
 
 

@@ -14,7 +14,7 @@ from dicp.ir.verify import same_stride
 from dicp.ops.table import table
 from dicp.passes.facts import aten, is_tensor, value_of
 from dicp.passes.rules import Emitter, finish, replace
-from dicp.vendor.base import takes_graphs
+from dicp.vendor.base import VendorBase, takes_graphs
 
 LINE = 2  # the dim that an image of one line has more
 
@@ -24,7 +24,7 @@ _NORMS = (
 )
 
 
-def rewrite_conv1d(gm: GraphModule, vendor: Any) -> GraphModule:
+def rewrite_conv1d(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """relu(convolution(x: [B,C,L], w: [O,C,K], b, [s], [p], [d]))  ->
     squeeze(relu(convolution(unsqueeze(x, 2), unsqueeze(w, 2), b, [1,s], [0,p], [1,d])), 2)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -11,10 +9,10 @@ from dicp.compat import fake_mode_of, quiet_shapes
 from dicp.ir.verify import same_stride
 from dicp.passes.facts import aten, value_of
 from dicp.passes.rules import Emitter, finish, replace
-from dicp.vendor.base import takes_graphs
+from dicp.vendor.base import VendorBase, takes_graphs
 
 
-def rewrite_whole_window(gm: GraphModule, vendor: Any) -> GraphModule:
+def rewrite_whole_window(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """convolution(x: [B,C,H,W], w: [O,C,H,W], b)  ->
     view(addmm(b, view(x, [B,CHW]), permute(view(w, [O,CHW]), [1,0])), [B,O,1,1])
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from dicp.compat import fake_mode_of, quiet_shapes
 from dicp.passes.facts import aten, value_of
 from dicp.passes.rules import Emitter, finish
+from dicp.vendor.base import VendorBase
 
 
-def split_backward(gm: GraphModule, vendor: Any) -> GraphModule:
+def split_backward(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """convolution_backward(g, x, w, [True, True, True])  ->  convolution_backward(.., [True, False, False]),
     convolution_backward(.., [False, True, False]), sum(g, [0, 2, 3]), where `vendor.splits_gradients(node)`.
     """
-    ask = getattr(vendor, "splits_gradients", None)
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
-    if ask is None or mode is None:
+    if mode is None:
         return gm
     for node in list(gm.graph.nodes):
         if node.target is aten.convolution_backward.default and sum(map(bool, node.args[10])) > 1:
-            if ask(node) and all(u.target is operator.getitem for u in node.users):
+            if vendor.splits_gradients(node) and all(u.target is operator.getitem for u in node.users):
                 with mode, quiet_shapes(mode):
                     _split(node)
     return finish(gm)

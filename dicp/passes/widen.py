@@ -10,7 +10,6 @@ whose own products convert blocks of their operands asks for no such copies.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,18 +21,16 @@ from dicp.ir.verify import same_stride
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_tensor, prims, value_of
 from dicp.passes.rules import Emitter, finish, replace
+from dicp.vendor.base import VendorBase
 
 
-def widen(gm: GraphModule, vendor: Any) -> GraphModule:
-    """Rewrite what `vendor.computes_wide(node)` names; nothing for a vendor without that method."""
-    ask: Callable[[Node], bool] | None = getattr(vendor, "computes_wide", None)
-    if ask is None:
-        return gm
+def widen(gm: GraphModule, vendor: VendorBase) -> GraphModule:
+    """Rewrite what `vendor.computes_wide(node)` names."""
     register()
     operands = _operands()
     wide: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
-        if node.target in operands and _is_low(node, operands[node.target]) and ask(node):
+        if node.target in operands and _is_low(node, operands[node.target]) and vendor.computes_wide(node):
             _rewrite(node, wide)
     return finish(gm)
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from dicp.ir.meta_keys import VIEWS_OF_INPUTS
 from dicp.ir.verify import insert
-from dicp.passes.facts import VIEWS_OF_INPUTS, is_view, value_of, writes_input
+from dicp.passes.facts import is_view, value_of, writes_input
 from dicp.passes.rules import finish
 
 

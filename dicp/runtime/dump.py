@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dicp.config import Config
 from dicp.ir.kernel import show as show_kernel
 from dicp.ir.printer import show as show_graph
 from dicp.schedule.defs import Call, Pointwise, Reduction, Scatter
@@ -25,7 +26,7 @@ log = logging.getLogger("dicp")
 class Dump:
     """The observer of one compile; does nothing unless asked to."""
 
-    def __init__(self, name: str, config: Any) -> None:
+    def __init__(self, name: str, config: Config) -> None:
         self.name, self.config = name, config
         self.folder = Path(config.dump) / name if config.dump else None
         self.passes = 0
@@ -80,7 +81,7 @@ class Dump:
             print(f"dicp: {self.name} {stage}\n{body}", file=sys.stderr)
 
 
-def say(line: str, config: Any) -> None:
+def say(line: str, config: Config) -> None:
     """One line about a graph, to the log and under DICP_DEBUG=1 to stderr."""
     log.info("%s", line)
     if config.debug >= 1:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.errors import UnsupportedOp, VendorError
 from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of, writes_input
@@ -38,7 +39,7 @@ from dicp.vendor.base import Claim, GraphVendor
 
 
 def assemble_parts(
-    name: str, gm: fx.GraphModule, steps: list[Part | fx.Node], vendor: GraphVendor, config: Any
+    name: str, gm: fx.GraphModule, steps: list[Part | fx.Node], vendor: GraphVendor, config: Config
 ) -> tuple[Program, Callable[[list[Any]], Any]]:
     """Have the vendor build each part; the function that runs all steps on a (boxed) list of inputs.
 

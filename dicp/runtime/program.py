@@ -59,7 +59,7 @@ class Program:
     plan: Plan
     steps: list[Segment | Call] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)  # generated, by file name
-    begun: Any = None  # what the vendor began to build before there was a program (vendor.base.Begins)
+    begun: Any = None  # what the vendor began to build before there was a program (vendor.base.Vendor.begin)
     build_stats: BuildStats = field(default_factory=BuildStats)
     save: Callable[[], Any] | None = None  # makes the Artifact; None: the vendor's results cannot be saved
     owned: Set[str] = frozenset()  # inputs that nobody else holds

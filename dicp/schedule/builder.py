@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.errors import VendorError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
+from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.schedule.defs import Buffer, Lowered, Pointwise, Reduction, Scatter, View
@@ -33,7 +35,7 @@ from dicp.schedule.strides import (
 from dicp.schedule.symbols import Symbols
 from dicp.schedule.traced import note_of, shape_env
 from dicp.vendor.asking import remedy
-from dicp.vendor.base import Machine
+from dicp.vendor.base import Machine, Vendor
 
 aten = torch.ops.aten
 
@@ -48,7 +50,7 @@ class DefinitionBuilder:
     node whose result is all of a buffer, which no other node's is, and which may so be overwritten behind its
     last reader."""
 
-    def __init__(self, gm: fx.GraphModule, vendor: Any, config: Any) -> None:
+    def __init__(self, gm: fx.GraphModule, vendor: Vendor, config: Config) -> None:
         self.out = Lowered()
         self.out.machine = machine = vendor.machine(config)
         if not isinstance(machine, Machine):
@@ -111,8 +113,8 @@ class DefinitionBuilder:
         order = tuple(range(len(shape)))
         if node is not None:
             val = node.meta.get("val")
-            if "dicp_layout" in node.meta and len(node.meta["dicp_layout"]) == len(shape):
-                order = node.meta["dicp_layout"]
+            if LAYOUT_KEY in node.meta and len(node.meta[LAYOUT_KEY]) == len(shape):
+                order = node.meta[LAYOUT_KEY]
             elif isinstance(val, torch.Tensor) and _is_part_of(shape, self.sizes(val.shape)):
                 order = order_of(val)
         return dense_strides(shape, order)

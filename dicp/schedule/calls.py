@@ -50,8 +50,7 @@ def left_over(low: Lowering, node: fx.Node, why: str) -> Any:
 
 def _aten_call(low: Lowering, node: fx.Node) -> Any:
     """The vendor's own call of the node's aten op, None where it has none."""
-    own = getattr(low.vendor, "aten_call", None)
-    return None if own is None else own(node, low.config)
+    return low.vendor.aten_call(node, low.config)
 
 
 def host_step(low: Lowering, node: fx.Node) -> Any:

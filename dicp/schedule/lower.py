@@ -19,16 +19,17 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import higher_order_name
+from dicp.config import Config
 from dicp.errors import DicpError, InternalError, VendorError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
+from dicp.ir.meta_keys import PACKED, ROUNDED
 from dicp.ir.printer import op_name, user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
 from dicp.ops.rules.pointwise import broadcast
 from dicp.ops.table import Declined, table
-from dicp.passes.facts import ROUNDED, writes_input
-from dicp.passes.freeze import PACKED
+from dicp.passes.facts import writes_input
 from dicp.schedule.builder import DefinitionBuilder
 from dicp.schedule.calls import (
     effect,
@@ -54,13 +55,13 @@ from dicp.schedule.traced import (
     piece,
 )
 from dicp.vendor.asking import remedy
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, Vendor
 
 aten = torch.ops.aten
 
 
 def lower(
-    gm: fx.GraphModule, vendor: Any, config: Any, claims: dict[fx.Node, Claim] | None = None
+    gm: fx.GraphModule, vendor: Vendor, config: Config, claims: dict[fx.Node, Claim] | None = None
 ) -> Lowered:
     """Lower a graph for a kernel vendor; claims: the library calls that were chosen, the vendor's own choice
     by default. Raises UnsupportedOp where strict mode forbids an extern call."""
@@ -71,7 +72,7 @@ class Lowering(DefinitionBuilder):
     """The walk over the graph."""
 
     def __init__(
-        self, gm: fx.GraphModule, vendor: Any, config: Any, claims: dict[fx.Node, Claim] | None = None
+        self, gm: fx.GraphModule, vendor: Vendor, config: Config, claims: dict[fx.Node, Claim] | None = None
     ) -> None:
         super().__init__(gm, vendor, config)
         self.gm, self.vendor, self.config = gm, vendor, config
@@ -214,7 +215,7 @@ class Lowering(DefinitionBuilder):
             return library(self, node, self.claims[node])
         row = table().get(node.target)
         if row is not None and lowerable(node):
-            if not self._emits(node):
+            if not self.vendor.emits(node):
                 return left_over(self, node, f"{self.vendor.name} emits no code for it")
             if no_elements(val):
                 shape, dtype = self.meta(node)
@@ -228,11 +229,6 @@ class Lowering(DefinitionBuilder):
                 return left_over(self, node, str(e))
             return self._settle(node, result)
         return left_over(self, node, "no lowering and no library claim")
-
-    def _emits(self, node: fx.Node) -> bool:
-        """Whether the vendor writes kernels for a call that has a rule: all, unless it says otherwise."""
-        emits = getattr(self.vendor, "emits", None)
-        return emits is None or emits(node)
 
     def arguments(self, node: fx.Node, called: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """called: as a call takes them, numbers made of sizes as the host computes them."""

@@ -11,10 +11,10 @@ from dicp.compat import shares_memory
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
+from dicp.ir.meta_keys import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.ir.value import Shape, Value
 from dicp.ops.aliases import view_root
 from dicp.ops.rules.pointwise import broadcast, retyped
-from dicp.passes.facts import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.schedule.calls import extern, overwrite
 from dicp.schedule.defs import Buffer, Call, Pointwise, Raw, View, views
 from dicp.schedule.strides import (

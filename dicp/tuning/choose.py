@@ -15,13 +15,14 @@ from typing import Any
 import torch.fx as fx
 
 from dicp.compat import real_tensors
+from dicp.config import Config
 from dicp.errors import DicpError, VendorError
 from dicp.ir.printer import user_location
 from dicp.runtime.cache import open_store
 from dicp.tuning import timing
 from dicp.tuning.costs import Costs, key_of, measured, recorded
 from dicp.tuning.one_call import CompileOne, describe, one_call
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, Vendor
 
 log = logging.getLogger("dicp.tuning")
 
@@ -30,7 +31,7 @@ MARGIN = 0.95
 
 
 def choose_claims(
-    gm: fx.GraphModule, vendor: Any, config: Any, compile_one: CompileOne
+    gm: fx.GraphModule, vendor: Vendor, config: Config, compile_one: CompileOne
 ) -> dict[fx.Node, Claim]:
     """The claim of each node that the vendor claims."""
     tuner = Tuner(vendor, config, compile_one) if config.max_autotune else None
@@ -44,13 +45,9 @@ def choose_claims(
     return claims
 
 
-def candidates(vendor: Any, node: fx.Node, config: Any) -> Sequence[Claim]:
-    """The vendor's claims for a node, its own choice first; one, of a vendor that offers no others."""
-    if hasattr(vendor, "candidates"):
-        found = list(vendor.candidates(node, config) or ())
-    else:
-        claim = vendor.claim(node, config)
-        found = [] if claim is None else [claim]
+def candidates(vendor: Vendor, node: fx.Node, config: Config) -> Sequence[Claim]:
+    """The vendor's claims for a node, its own choice first."""
+    found = list(vendor.candidates(node, config) or ())
     for claim in found:
         if not isinstance(claim, Claim):
             raise VendorError(
@@ -63,7 +60,7 @@ def candidates(vendor: Any, node: fx.Node, config: Any) -> Sequence[Claim]:
 class Tuner:
     """Choices for one graph; calls that read alike are looked up once."""
 
-    def __init__(self, vendor: Any, config: Any, compile_one: CompileOne) -> None:
+    def __init__(self, vendor: Vendor, config: Config, compile_one: CompileOne) -> None:
         self.vendor, self.config, self.compile_one = vendor, config, compile_one
         self.store = open_store(config)
         self.costs: dict[str, Costs | None] = {}
@@ -81,8 +78,7 @@ class Tuner:
         return found[names.index(costs.choice)]
 
     def _device(self) -> str:
-        name = getattr(self.vendor, "device_name", None)
-        return self.vendor.device if name is None else str(name(self.config))
+        return str(self.vendor.device_name(self.config))
 
     def _costs(self, node: fx.Node, found: Sequence[Claim], key: Any) -> Costs | None:
         if self.config.no_compile:  # a candidate not built yet cannot be measured
@@ -120,7 +116,7 @@ class Tuner:
                 log.warning("%s: %s gives other results than %s, and is left out", call.target, *names)
         if not runs:
             raise DicpError("no candidate could be run")
-        clock = self.vendor.clock(self.config) if hasattr(self.vendor, "clock") else timing.on_host
+        clock = self.vendor.clock(self.config) or timing.on_host
         seconds = timing.time_calls(runs, sets, clock)
         return decided({c.name: seconds.get(c.name) for c in found})
 

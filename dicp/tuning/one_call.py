@@ -10,7 +10,8 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import FakeTensorMode, fake_mode_of, quiet_shapes, size_hint
-from dicp.ir.printer import DTYPE_NAMES, LAYOUT_KEY
+from dicp.ir.meta_keys import LAYOUT_KEY
+from dicp.ir.printer import DTYPE_NAMES
 from dicp.schedule.strides import dense_strides
 
 

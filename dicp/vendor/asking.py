@@ -1,31 +1,41 @@
-"""Calling a vendor: what its code raises names the vendor, and what it lacks is told before a compile."""
+"""Calling a vendor: what its code raises names the vendor, what it may leave out has a default, and what it
+lacks is told before a compile."""
 
 from __future__ import annotations
 
+import difflib
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
 
 from dicp.errors import REPORT, DicpError, VendorError
 from dicp.ir.printer import user_location
-from dicp.vendor.base import takes_graphs
+from dicp.vendor.base import HOOKS, MEMBERS, AnyVendor, GraphVendor, Vendor, VendorBase, takes_graphs
 
-_EVERY = ("name", "device", "available", "supports", "keeps", "fingerprint")
-_KERNEL = ("claim", "machine", "assemble")
-_DATA = ("name", "device", "layout_costs")
+_DATA = ("name", "device", *(name for name, default in HOOKS.items() if not callable(default)))
+
+
+def asked(vendor: Any) -> AnyVendor:
+    """The vendor as the rest of dicp asks it, with every hook, whatever it inherits: see Asked."""
+    return cast("AnyVendor", vendor if isinstance(vendor, Asked) else Asked(vendor))
 
 
 class Asked:
-    """A vendor whose functions raise VendorError where they would raise anything but a DicpError or a lack of
-    a device's memory. That names the function, and the call of the graph that it was asked about."""
+    """A vendor that has the default of each hook that it leaves out, or sets to None, and whose functions
+    raise VendorError where they would raise anything but a DicpError or a lack of a device's memory. That
+    names the function, and the call of the graph that it was asked about."""
 
     def __init__(self, vendor: Any) -> None:
         self._vendor = vendor
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._vendor, name)
+        value = getattr(self._vendor, name, None) if name in HOOKS else getattr(self._vendor, name)
+        if value is None and name in HOOKS:
+            default = HOOKS[name]
+            return functools.partial(default, self) if callable(default) else default
         if callable(value):
             return functools.partial(self._ask, name, value)
         if name not in _DATA:
@@ -71,20 +81,44 @@ def _about(args: tuple[Any, ...]) -> tuple[str, str]:
     return ("" if op is None else f" on {op}"), ""
 
 
-def remedy(vendor: Any) -> str:
+def has(vendor: object, member: Callable[..., Any]) -> bool:
+    """Whether a vendor has a function of the protocol, told as `Vendor.aten_call`, of its own."""
+    return _has(unwrapped(vendor), member.__name__)
+
+
+def _has(vendor: object, name: str) -> bool:
+    own = getattr(vendor, name, None)
+    return own is not None and getattr(own, "__func__", own) is not MEMBERS.get(name)
+
+
+def unwrapped(vendor: Any) -> Any:
+    """The vendor itself."""
+    return vendor._vendor if isinstance(vendor, Asked) else vendor
+
+
+def remedy(vendor: object) -> str:
     """What to do about a vendor's bug; the default, of others' vendors, is the empty text."""
-    own = vendor._vendor if isinstance(vendor, Asked) else vendor
-    return REPORT if type(own).__module__.partition(".")[0] == "dicp" else ""
+    return REPORT if type(unwrapped(vendor)).__module__.partition(".")[0] == "dicp" else ""
 
 
-def require_whole(vendor: Any, name: str) -> None:
-    """Raises VendorError where this is no vendor, or one that lacks a part of the protocol."""
+def require_whole(vendor: Any, name: str = "") -> None:
+    """Raises VendorError where this is no vendor, one that lacks a required part of the protocol, or one with
+    a public name that reads like an optional part which it lacks. name: the one it is installed under."""
+    name = name or getattr(vendor, "name", "?")
     if isinstance(vendor, type):
         raise VendorError(f"vendor {name!r} is the class {vendor.__name__}, not an object of it")
-    needed = _EVERY + (() if takes_graphs(vendor) else _KERNEL)
-    missing = [a for a in needed if not hasattr(vendor, a)]
+    whose = f"vendor {name!r} ({type(vendor).__name__})"
+    families = (VendorBase, GraphVendor if takes_graphs(vendor) else Vendor)
+    asks = ("name", "device", *(n for family in families for n in vars(family) if n in MEMBERS))
+    lacks = [n for n in asks if not _has(vendor, n)]
+    missing = [n for n in lacks if n not in HOOKS]
     if missing:
-        raise VendorError(f"vendor {name!r} ({type(vendor).__name__}) lacks {', '.join(missing)}")
+        raise VendorError(f"{whose} lacks {', '.join(missing)}")
+    for given in dir(vendor):
+        near = difflib.get_close_matches(given, lacks, n=1, cutoff=0.8)
+        if near and given not in asks and not given.startswith("_"):
+            what = f"{whose} has {given!r}, which dicp does not know: did you mean {near[0]!r}?"
+            raise VendorError(what, todo=f"call it {near[0]!r}, or, if it is something else, less like that")
 
 
-__all__ = ["Asked", "claim_error", "emit", "remedy", "require_whole"]
+__all__ = ["Asked", "asked", "claim_error", "emit", "has", "remedy", "require_whole", "unwrapped"]

@@ -6,13 +6,20 @@ vendor* hands whole graphs, or the parts it supports, to a toolchain of its own 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.fx as fx
+
+from dicp.config import Config
+from dicp.errors import CacheError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True)
@@ -96,125 +103,6 @@ class Machine:
         return self.cache_bytes // 128
 
 
-class Vendor(Protocol):
-    """A kernel vendor."""
-
-    name: str
-    device: str  # torch device type it serves
-
-    def available(self, config: Any) -> str | None:
-        """None when it can run here, else what is missing and what to do."""
-
-    def supports(self, target: Any, node: fx.Node) -> bool:
-        """Whether a dicp::* op may be formed for this node by a rewrite pass."""
-
-    def keeps(self, op: Any) -> bool:
-        """Whether it has a claim for this op (an OpOverload), so that it is not decomposed on the way."""
-
-    def claim(self, node: fx.Node, config: Any) -> Claim | None:
-        """The library call for a node, or None. Under config.numerics "eager", the one that eager makes."""
-
-    def machine(self, config: Any) -> Machine:
-        """The device, as far as lowering and fusion care."""
-
-    def fingerprint(self, config: Any) -> str:
-        """Stable text of everything of the vendor that changes generated code: toolchain, ISA, library
-        choices."""
-
-    def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
-        """Emit, build and load a Program; returns the function that runs it on a (boxed) list of inputs.
-
-        Where the vendor has a `load`, it also sets `program.save`, a function without arguments that gives
-        the Artifact (runtime/artifact.py): the Python function, a record of each native one, and the units
-        they are in. It is called at most once, after the compile, and raises NotSaveable, saying why.
-        """
-
-
-class GraphVendor(Protocol):
-    """A vendor whose toolchain takes graphs."""
-
-    name: str
-    device: str
-
-    def available(self, config: Any) -> str | None:
-        """As for a kernel vendor."""
-
-    def keeps(self, op: Any) -> bool:
-        """Whether the toolchain takes this op (an OpOverload) whole. What it does not keep is decomposed,
-        where torch has a decomposition to its core ops."""
-
-    def supports(self, target: Any, node: fx.Node) -> bool:
-        """Whether the toolchain takes this call, in or out of the graph: a pass asks it before it forms a
-        dicp::* op. The rest runs in eager PyTorch, counted as extern."""
-
-    def fingerprint(self, config: Any) -> str:
-        """As for a kernel vendor."""
-
-    def build(self, gm: fx.GraphModule, config: Any) -> Callable[..., Sequence[Any]]:
-        """Compile a graph of supported calls: the function that takes the graph's inputs as arguments and
-        gives its results, in memory that is neither an input's nor another result's.
-
-        Where the vendor has a `load`, what this returns is pickled to be kept, so it holds what its toolchain
-        made (bytes, not handles) and unpickles to something that runs."""
-
-
-class Emits(Protocol):
-    """What a kernel vendor has besides, where its kernels cannot have every op, dtype or size."""
-
-    def emits(self, node: fx.Node) -> bool:
-        """Whether it writes kernels for this call of an aten op, views among them. Those it does not are
-        externs, unless it claims them."""
-
-
-class Packs(Protocol):
-    """What a kernel vendor has besides, where its library has forms of its own for weights that do not
-    change."""
-
-    def packs(self, node: fx.Node) -> str | None:
-        """The form that the constant weight, argument 1, of a dicp::linear or dicp::conv is best given in;
-        None where it is best as it is. A packed convolution answers channels-last."""
-
-    def pack(self, weight: Any, form: str) -> Any:
-        """The weight in that form: an object whose `data_ptr()` is the integer that the program passes on.
-        """
-
-
-class Loads(Protocol):
-    """What a vendor of either family has besides, where its programs are to be kept in torch's caches and in
-    files of `aot_compile`. Without it they are compiled in every process."""
-
-    def load(self, artifact: Any, config: Any) -> Callable[[list[Any]], Any]:
-        """The function of a saved program (runtime/artifact.py), in a process that may have no toolchain.
-
-        A graph vendor mostly returns `artifact.function({})`. Checksum, torch, dicp and machine have been
-        checked. Raises CacheError where this device cannot run it, which counts as a miss.
-        """
-
-
-class Begins(Protocol):
-    """What a kernel vendor has besides, where some of its build needs neither kernels nor a memory plan."""
-
-    def begin(self, lowered: Any, config: Any) -> AbstractContextManager[Any]:
-        """Start building what calls (`lowered.defs`) need. `assemble` gets what this gives as
-        `program.begun`, before it is left; what is wrong with the build is for `assemble` to raise."""
-
-
-class Offers(Protocol):
-    """What a kernel vendor has besides, where several of its calls can serve one node (dicp.tuning)."""
-
-    def candidates(self, node: fx.Node, config: Any) -> Sequence[Claim]:
-        """The claims for a node, each under a name of its own. The first is what `claim` returns; under
-        config.numerics "eager" the only one."""
-
-    def device_name(self, config: Any) -> str:
-        """Stable text of what timings depend on besides threads: the processor's model, instructions used."""
-
-    def clock(self, config: Any) -> Callable[[Callable[[], None]], float]:
-        """What tells the seconds that the device takes for the calls that a function makes. Only of vendors
-        whose calls return before they are done: what the host takes to make them is not in it, unless the
-        clock has an attribute `hidden` that is false after a measurement."""
-
-
 @dataclass(frozen=True)
 class Load:
     """A call, and how many operations, or bytes, it gets through."""
@@ -227,14 +115,235 @@ class Load:
         return self.amount / ms / 1e6
 
 
-class Measures(Protocol):
-    """What a vendor has besides, for the roofline of dicp.bench."""
+Part = Literal["result", "input", "weight"]
+"""What is computed: the convolution's result, or the gradient of its input or of its weight."""
 
-    def ceilings(self, dtype: torch.dtype) -> tuple[Sequence[Load], Load]:
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution as the vendor is asked about it: `matmul_pays(part, convolution) -> bool`. Symbolic
+    sizes are those seen while tracing."""
+
+    positions: int
+    """batch * height * width of the result"""
+    size: tuple[int, int]
+    """height and width of the result"""
+    channels: tuple[int, int]
+    """of input and result"""
+    window: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dtype: torch.dtype
+    stored: torch.dtype
+    """dtype of what its input is a copy of: a low precision where `widen` has it computed in float32"""
+
+    @property
+    def patches(self) -> bool:
+        """Whether the windows lie side by side, so that gathering them copies each element once."""
+        return self.window == self.stride and self.padding == (0, 0)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether x's rows are the positions as they are."""
+        return self.window == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
+
+
+@dataclass(frozen=True)
+class LayoutCosts:
+    """Bytes moved, per byte of a tensor; a vendor may bring its own as `layout_costs` (passes/layout.py).
+
+    Defaults are those of oneDNN on a CPU. A conversion reads and writes; channels-last spares part of the
+    blocking of input and result, which the library would do first; a window larger than 1x1 has its weight
+    reordered twice more, which is slower by the byte.
+    """
+
+    conversion: float = 2.0
+    activation_gain: float = 0.5
+    weight_loss: float = 4.0
+    min_positions: int = 256
+    """Output positions (batch * height * width) under which the library is slower channels-last: of two
+    images, the backward of 512 channels at 7x7 is far slower, that of 256 at 14x14 no longer."""
+
+
+class VendorBase:
+    """What both families have: what is abstract is required, the rest has a default. A vendor may inherit
+    `Vendor` or `GraphVendor`, and need not: for an object that does not, `Asked` (vendor/asking.py) answers
+    with the defaults here, and `require_whole` says what it lacks, which is why this is no ABC."""
+
+    name: str
+    device: str
+    """torch device type it serves"""
+
+    @abstractmethod
+    def available(self, config: Config) -> str | None:
+        """None when it can run here, else what is missing and what to do."""
+
+    @abstractmethod
+    def supports(self, target: Any, node: fx.Node) -> bool:
+        """Whether a dicp::* op may be formed for this node by a rewrite pass."""
+
+    @abstractmethod
+    def keeps(self, op: Any) -> bool:
+        """Whether it has a claim for this op (an OpOverload), so that it is not decomposed on the way."""
+
+    @abstractmethod
+    def fingerprint(self, config: Config) -> str:
+        """Stable text of everything of the vendor that changes generated code: toolchain, ISA, library
+        choices."""
+
+    # -- what a vendor may have besides, with what holds where it has not ---------------------------------
+
+    backend: str | None = None
+    """The torch.compile name that the conformance suite calls it by, where it is not `name`."""
+
+    layout_costs: LayoutCosts = LayoutCosts()
+    """What an order of images in memory costs and gains (passes/layout.py)."""
+
+    def warm_up(self, gm: fx.GraphModule, config: Config) -> None:
+        """Called with Dynamo's graph as a compile begins: what takes long to start may start here."""
+
+    def load(self, artifact: Any, config: Config) -> Callable[[list[Any]], Any]:
+        """The function of a saved program (runtime/artifact.py), in a process that may have no toolchain.
+        Vendors have it whose programs are to be kept in torch's caches and in files of `aot_compile`; those
+        of others are compiled in every process.
+
+        A graph vendor mostly returns `artifact.function({})`. Checksum, torch, dicp and machine have been
+        checked. Raises CacheError where this device cannot run it, which counts as a miss.
+        """
+        raise CacheError(f"{self.name} loads no programs")
+
+    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
+        """Whether a convolution's result or gradient is better a matrix product (passes/conv_matmul.py)."""
+        return False
+
+    def computes_wide(self, node: fx.Node) -> bool:
+        """Whether a contraction of a low precision is better computed in float32 (passes/widen.py)."""
+        return False
+
+    def channels_last_gain(self, node: fx.Node) -> float:
+        """Bytes, as the layout pass counts them, that a convolution spares by an algorithm which only
+        channels-last has (passes/layout.py)."""
+        return 0.0
+
+    def padded_channels(self, node: fx.Node) -> int | None:
+        """To how many channels the input of a dicp::conv is better filled up with zeros; None: it is best as
+        it is (passes/pad_channels.py)."""
+        return None
+
+    def unfuses_bias(self, node: fx.Node) -> bool:
+        """Whether a kernel better adds the bias of an addmm (passes/unfuse_bias.py)."""
+        return False
+
+    def splits_gradients(self, node: fx.Node) -> bool:
+        """Whether a convolution's gradients are better calls of their own (passes/split_backward.py)."""
+        return False
+
+    def packs(self, node: fx.Node) -> str | None:
+        """The form that the constant weight, argument 1, of a dicp::linear or dicp::conv is best given in;
+        None where it is best as it is. A packed convolution answers channels-last."""
+        return None
+
+    def pack(self, weight: torch.Tensor, form: str) -> Any:
+        """The weight in a form that `packs` named: an object whose `data_ptr()` is the integer that the
+        program passes on."""
+        raise NotImplementedError(f"the weight's form {form!r}")
+
+    def clock(self, config: Config) -> Callable[[Callable[[], None]], float] | None:
+        """What tells the seconds that the device takes for the calls that a function makes. Only of vendors
+        whose calls return before they are done: what the host takes to make them is not in it, unless the
+        clock has an attribute `hidden` that is false after a measurement. None: the host's clock tells."""
+        return None
+
+    def ceilings(self, dtype: torch.dtype) -> tuple[Sequence[Load], Load] | None:
         """Calls of which the fastest shows how much arithmetic of the dtype the device can do, and one that
-        reads memory as fast as it can."""
+        reads memory as fast as it can, for the roofline of dicp.bench; None: none is drawn."""
+        return None
 
 
-def takes_graphs(vendor: Any) -> bool:
+class Vendor(VendorBase):
+    """A kernel vendor."""
+
+    @abstractmethod
+    def claim(self, node: fx.Node, config: Config) -> Claim | None:
+        """The library call for a node, or None. Under config.numerics "eager", the one that eager makes."""
+
+    @abstractmethod
+    def machine(self, config: Config) -> Machine:
+        """The device, as far as lowering and fusion care."""
+
+    @abstractmethod
+    def assemble(self, program: Any, config: Config) -> Callable[[list[Any]], Any]:
+        """Emit, build and load a Program; returns the function that runs it on a (boxed) list of inputs.
+
+        Where the vendor has a `load`, it also sets `program.save`, a function without arguments that gives
+        the Artifact (runtime/artifact.py): the Python function, a record of each native one, and the units
+        they are in. It is called at most once, after the compile, and raises NotSaveable, saying why.
+        """
+
+    # -- what a kernel vendor may have besides -------------------------------------------------------------
+
+    def candidates(self, node: fx.Node, config: Config) -> Sequence[Claim]:
+        """The claims for a node, each under a name of its own, for max-autotune (dicp.tuning). The first is
+        what `claim` returns; under config.numerics "eager" the only one."""
+        claim = self.claim(node, config)
+        return [] if claim is None else [claim]
+
+    def device_name(self, config: Config) -> str:
+        """Stable text of what timings depend on besides threads: the processor's model, instructions used."""
+        return self.device
+
+    def emits(self, node: fx.Node) -> bool:
+        """Whether it writes kernels for this call of an aten op, views among them. Those it does not are
+        externs, unless it claims them."""
+        return True
+
+    def aten_call(self, node: fx.Node, config: Config) -> Claim | None:
+        """A call of the node's own aten op from generated code, asked for where neither a claim nor a rule
+        serves it; None: it is an extern. A vendor that has this calls whatever aten op, so that under
+        config.numerics "eager" fewer are decomposed."""
+        return None
+
+    def begin(self, lowered: Any, config: Config) -> AbstractContextManager[Any]:
+        """Start building what needs neither kernels nor a memory plan: calls (`lowered.defs`). `assemble`
+        gets what this gives as `program.begun`, before it is left; what is wrong with the build is for
+        `assemble` to raise."""
+        return nullcontext()
+
+
+class GraphVendor(VendorBase):
+    """A vendor whose toolchain takes graphs.
+
+    keeps(op): whether the toolchain takes this op whole. What it does not keep is decomposed, where torch has
+    a decomposition to its core ops. supports(target, node): whether it takes this call, in or out of the
+    graph: a pass asks it before it forms a dicp::* op. The rest runs in eager PyTorch, counted as extern.
+    """
+
+    @abstractmethod
+    def build(self, gm: fx.GraphModule, config: Config) -> Callable[..., Sequence[Any]]:
+        """Compile a graph of supported calls: the function that takes the graph's inputs as arguments and
+        gives its results, in memory that is neither an input's nor another result's.
+
+        Where the vendor has a `load`, what this returns is pickled to be kept, so it holds what its toolchain
+        made (bytes, not handles) and unpickles to something that runs."""
+
+
+AnyVendor = Vendor | GraphVendor
+
+MEMBERS: dict[str, Any] = {
+    name: member
+    for family in (VendorBase, Vendor, GraphVendor)
+    for name, member in vars(family).items()
+    if not name.startswith("_")
+}
+HOOKS = {n: m for n, m in MEMBERS.items() if not getattr(m, "__isabstractmethod__", False)}
+"""What vendors may have besides, by name: the default."""
+
+
+def takes_graphs(vendor: VendorBase) -> TypeIs[GraphVendor]:
     """Whether a vendor is a GraphVendor."""
     return hasattr(vendor, "build")
+
+
+def first(claims: Sequence[Claim]) -> Claim | None:
+    """The `claim` of a vendor that has `candidates`."""
+    return claims[0] if claims else None

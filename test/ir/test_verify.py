@@ -8,7 +8,8 @@ from graphs import graph_of
 from torch.fx import GraphModule, Node
 
 from dicp.errors import VerifyError
-from dicp.ir.verify import STRIDE_WAIVED, insert, verify
+from dicp.ir.meta_keys import STRIDE_WAIVED
+from dicp.ir.verify import insert, verify
 from dicp.ops.library import register
 
 aten = torch.ops.aten

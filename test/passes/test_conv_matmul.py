@@ -14,8 +14,9 @@ from dicp.compiler import observe
 from dicp.ir.printer import show
 from dicp.ops.library import register
 from dicp.passes.canonicalize import canonicalize
-from dicp.passes.conv_matmul import Convolution, Part, convolution_of, rewrite_conv_matmul
+from dicp.passes.conv_matmul import convolution_of, rewrite_conv_matmul
 from dicp.passes.widen import widen
+from dicp.vendor.base import Convolution, Part
 from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl
 
 T = torch.Tensor

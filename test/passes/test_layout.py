@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from graphs import CheckPass, claims, graph_of, graphs_of
 
+from dicp.ir.meta_keys import FREE_OUTPUTS, LAYOUT_KEY
 from dicp.ir.printer import show
 from dicp.ir.verify import verify
 from dicp.passes.canonicalize import canonicalize
-from dicp.passes.facts import FREE_OUTPUTS
-from dicp.passes.layout import CHANNELS_LAST, LayoutCosts, choose_layout, relay
+from dicp.passes.layout import CHANNELS_LAST, choose_layout, relay
 from dicp.passes.rewrite_conv import rewrite_conv
+from dicp.vendor.base import LayoutCosts
 
 T = torch.Tensor
 X, W = (2, 8, 16, 16), (8, 8, 1, 1)
@@ -81,7 +82,7 @@ graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
         g.meta[FREE_OUTPUTS] = (0,)
         choose_layout(g, Always())
         (result,) = g.graph.output_node().all_input_nodes
-        self.assertEqual(result.meta["dicp_layout"], CHANNELS_LAST)
+        self.assertEqual(result.meta[LAYOUT_KEY], CHANNELS_LAST)
 
     def test_view_gets_a_copy(self) -> None:
         g = graph_of(lambda x, w: F.conv2d(x, w).flatten(1).sum(1), X, W)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from graphs import CheckPass, claims, graph_of, graphs_of
 
+from dicp.ir.meta_keys import ROUNDED
 from dicp.ir.printer import show
 from dicp.passes.canonicalize import canonicalize
-from dicp.passes.facts import ROUNDED
 from dicp.passes.rewrite_conv1d import rewrite_conv1d
 
 T = torch.Tensor

@@ -19,10 +19,11 @@ import dicp
 from dicp.compiler import observe
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import backend_for
-from dicp.errors import VendorError
+from dicp.errors import CacheError, VendorError
 from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
 from dicp.scaffold import render, toy
-from dicp.vendor.base import Claim
+from dicp.vendor.asking import asked, has
+from dicp.vendor.base import HOOKS, Claim, GraphVendor, LayoutCosts, Vendor, VendorBase
 
 
 def r(*shape: int) -> torch.Tensor:
@@ -188,6 +189,43 @@ def test_half_a_vendor_is_refused() -> None:
         backend_for(Half())
     with pytest.raises(VendorError, match="the class Toy"):
         backend_for(toy.Toy)
+
+
+@pytest.mark.parametrize(("given", "meant"), [("compute_wide", "computes_wide"), ("layout_cost", "layout_costs")])
+def test_a_name_that_reads_like_a_hook_is_refused(given: str, meant: str) -> None:
+    with pytest.raises(VendorError, match=f"has '{given}', which dicp does not know: did you mean '{meant}'"):
+        backend_for(Faulty(**{given: None}))
+    backend_for(Faulty(**{f"_{given}": None}))  # private
+    backend_for(Faulty(**{given: None, meant: fails}))  # beside the hook itself
+
+
+def test_what_a_vendor_leaves_out_has_a_default() -> None:
+    """Of one that inherits nothing, and of one that inherits the protocol, likewise."""
+
+    class Inherits(toy.Toy, Vendor):
+        pass
+
+    for vendor in (toy.Toy(), Inherits(), Faulty(load=None, packs=None, begin=None)):
+        whole = asked(vendor)
+        assert not any(has(v, hook) for v in (vendor, whole) for hook in HOOKS.values() if callable(hook))
+        assert whole.device_name(Config.make()) == "cpu" and whole.clock(Config.make()) is None
+        assert whole.layout_costs == LayoutCosts() and whole.backend is None
+        assert has(whole, Vendor.claim) and has(vendor, VendorBase.keeps)
+        with pytest.raises(CacheError, match="toy loads no programs"):
+            whole.load(b"", Config.make())
+    with pytest.raises(VendorError, match="toy.claim failed"):
+        asked(Faulty(claim=fails)).candidates(torch.fx.Graph().placeholder("x"), Config.make())
+
+
+def test_half_a_vendor_that_inherits_is_refused() -> None:
+    class Half(GraphVendor):
+        name = "half"
+
+        def supports(self, target: Any, node: Any) -> bool:
+            return True
+
+    with pytest.raises(VendorError, match="lacks device, available, keeps, fingerprint, build"):
+        backend_for(Half())
 
 
 def test_a_vendor_may_have_no_kernels_for_an_op() -> None:

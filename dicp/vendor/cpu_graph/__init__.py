@@ -9,16 +9,17 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.vendor.base import Claim, Load, Machine
+from dicp.config import Config
+from dicp.vendor.base import Claim, Convolution, Load, Machine, Part, Vendor, first
 
 
-class CpuGraph:
+class CpuGraph(Vendor):
     """See dicp.vendor.base.Vendor."""
 
     name = "cpu_graph"
     device = "cpu"
 
-    def available(self, config: Any) -> str | None:
+    def available(self, config: Config) -> str | None:
         return None
 
     def supports(self, target: Any, node: fx.Node) -> bool:
@@ -31,29 +32,27 @@ class CpuGraph:
 
         return keeps(op)
 
-    def claim(self, node: fx.Node, config: Any) -> Claim | None:
-        from dicp.vendor.cpu_graph.claims import claim_for
+    def claim(self, node: fx.Node, config: Config) -> Claim | None:
+        return first(self.candidates(node, config))
 
-        return claim_for(node, config)
-
-    def candidates(self, node: fx.Node, config: Any) -> list[Claim]:
+    def candidates(self, node: fx.Node, config: Config) -> list[Claim]:
         from dicp.vendor.cpu_graph.claims import candidates
 
         return candidates(node, config)
 
-    def device_name(self, config: Any) -> str:
+    def device_name(self, config: Config) -> str:
         from dicp.runtime.cpu import cpu_model
         from dicp.vendor.cpu_graph.toolchain import host_isa
 
         return f"{cpu_model()}, {host_isa(config)}"
 
-    def aten_call(self, node: fx.Node, config: Any) -> Claim | None:
+    def aten_call(self, node: fx.Node, config: Config) -> Claim | None:
         """The op's own implementation in ATen's CPU library, called from generated code."""
         from dicp.vendor.cpu_graph.claims.dispatcher import aten_call
 
         return aten_call(node)
 
-    def machine(self, config: Any) -> Machine:
+    def machine(self, config: Config) -> Machine:
         import torch
 
         from dicp.vendor.cpu_graph.toolchain import lanes
@@ -61,7 +60,7 @@ class CpuGraph:
         pooled = config.keep_results  # libraries take from malloc
         return Machine(torch.get_num_threads(), lanes(config), device="cpu", one_allocator=not pooled)
 
-    def matmul_pays(self, part: str, conv: Any) -> bool:
+    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
         """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""
         from dicp.vendor.cpu_graph.claims import matmul_pays
 
@@ -104,7 +103,7 @@ class CpuGraph:
 
         return ceilings.arithmetic(dtype), ceilings.reading()
 
-    def fingerprint(self, config: Any) -> str:
+    def fingerprint(self, config: Config) -> str:
         from dicp.vendor.cpu_graph import toolchain
         from dicp.vendor.cpu_graph.build import compiler_identity
         from dicp.vendor.cpu_graph.claims import cpu_maker
@@ -116,23 +115,23 @@ class CpuGraph:
         has = [[multiplies(dtype) for dtype in LOW], [available(dtype) for dtype in FLOATS]]
         return repr((*parts, compiler, cpu_maker(), has))
 
-    def warm_up(self, gm: fx.GraphModule, config: Any) -> None:
+    def warm_up(self, gm: fx.GraphModule, config: Config) -> None:
         from dicp.vendor.cpu_graph.foresee import compile_ahead
 
         compile_ahead(gm, config)
 
-    def begin(self, lowered: Any, config: Any) -> AbstractContextManager[Any]:
+    def begin(self, lowered: Any, config: Config) -> AbstractContextManager[Any]:
         """Compile templates while the core schedules kernels and plans memory."""
         from dicp.vendor.cpu_graph.assemble import begin
 
         return begin(lowered, config)
 
-    def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
+    def assemble(self, program: Any, config: Config) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cpu_graph.assemble import assemble
 
         return assemble(program, config)
 
-    def load(self, artifact: Any, config: Any) -> Callable[[list[Any]], Any]:
+    def load(self, artifact: Any, config: Config) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cpu_graph.saved import load
 
         return load(artifact, config)

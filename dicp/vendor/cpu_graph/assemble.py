@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dicp.config import Config
 from dicp.runtime.failure import check_failure
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import NativeSegment, Runner
@@ -29,7 +30,7 @@ _INCLUDED = re.compile(r'#include "(.*)"')
 
 
 @contextlib.contextmanager
-def begin(lowered: Lowered, config: Any) -> Iterator[Build]:
+def begin(lowered: Lowered, config: Config) -> Iterator[Build]:
     """A build that compiles the templates of the calls, which need no memory plan, while the core makes that.
     What still runs when it is left is killed."""
     calls = [d for d in lowered.defs if isinstance(d, Call) and d.claim is not None]
@@ -76,7 +77,7 @@ def _likeness(call: Call) -> str:
     return repr((call.claim.name, call.node.target, of((call.args, call.kwargs))))
 
 
-def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
+def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, ToolchainError, NoCompileError."""
     names = program.kernel_names()
     writers = [
@@ -148,7 +149,7 @@ def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool
 
 
 def _native(
-    writer: SegmentWriter, library: Library, program: Program, unit: Unit, config: Any
+    writer: SegmentWriter, library: Library, program: Program, unit: Unit, config: Config
 ) -> NativeSegment:
     addresses = [library.address(program_name) for program_name in writer.kernels]
     loaded = {u.source: h for u, h in library.units}[unit.source]

@@ -16,8 +16,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from dicp.config import Config
-from dicp.passes.conv_matmul import Convolution
 from dicp.runtime.workers import worker_count
+from dicp.vendor.base import Convolution
 from dicp.vendor.cpu_graph.build import Unit, build
 from dicp.vendor.cpu_graph.claims import attention, attention_gradient, depthwise, winograd
 from dicp.vendor.cpu_graph.claims.common import FLOATS, argument, onednn_has

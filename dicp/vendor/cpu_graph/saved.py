@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dicp.config import Config
 from dicp.errors import CacheError, DicpError
 from dicp.runtime.artifact import Artifact, NotSaveable, SavedUnit
 from dicp.runtime.cache import open_store
@@ -34,7 +35,7 @@ class SavedSegment:
 
 
 def save(
-    runner: Runner, writers: Sequence[tuple[int, SegmentWriter]], library: Library, config: Any
+    runner: Runner, writers: Sequence[tuple[int, SegmentWriter]], library: Library, config: Config
 ) -> Artifact:
     """The artifact of a program whose function has been written. Raises NotSaveable.
 
@@ -61,7 +62,7 @@ def save(
     return Artifact.of(name, runner.source, runner.globals, "cpu_graph", natives, tuple(units), requires)
 
 
-def load(artifact: Artifact, config: Any) -> Callable[[list[Any]], Any]:
+def load(artifact: Artifact, config: Config) -> Callable[[list[Any]], Any]:
     """The function of a saved program, over the shared objects that it brings along.
 
     Raises CacheError where this CPU cannot run them.

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from dicp.vendor.base import Claim, Load, Machine
+from dicp.config import Config
+from dicp.vendor.base import Claim, Convolution, Load, Machine, Part, Vendor, first
 
 
 def gpu(threads: int) -> Machine:
@@ -33,13 +34,13 @@ def gpu(threads: int) -> Machine:
     )
 
 
-class CudaGraph:
+class CudaGraph(Vendor):
     """See dicp.vendor.base.Vendor. With `interpret` it serves CPU tensors through Triton's interpreter."""
 
     name = "cuda_graph"
     device = "cuda"
 
-    def available(self, config: Any) -> str | None:
+    def available(self, config: Config) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return (
                 "Triton is not installed; install the one that belongs to your torch, "
@@ -52,7 +53,7 @@ class CudaGraph:
             "to run the kernels on CPU tensors through Triton's interpreter (for tests: slow)"
         )
 
-    def warm_up(self, gm: fx.GraphModule, config: Any) -> None:
+    def warm_up(self, gm: fx.GraphModule, config: Config) -> None:
         if not (config.interpret or config.no_compile):
             from dicp.vendor.cuda_graph.launch import warm_up
 
@@ -68,17 +69,15 @@ class CudaGraph:
 
         return keeps(op)
 
-    def claim(self, node: fx.Node, config: Any) -> Claim | None:
-        from dicp.vendor.cuda_graph.claims import claim_for
+    def claim(self, node: fx.Node, config: Config) -> Claim | None:
+        return first(self.candidates(node, config))
 
-        return claim_for(node, config)
-
-    def candidates(self, node: fx.Node, config: Any) -> list[Claim]:
+    def candidates(self, node: fx.Node, config: Config) -> list[Claim]:
         from dicp.vendor.cuda_graph.claims import candidates
 
         return candidates(node, config)
 
-    def matmul_pays(self, part: str, conv: Any) -> bool:
+    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
         """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""
         from dicp.vendor.cuda_graph.convolution import matmul_pays
 
@@ -96,17 +95,17 @@ class CudaGraph:
 
         return unfuses_bias(node)
 
-    def device_name(self, config: Any) -> str:
+    def device_name(self, config: Config) -> str:
         """What timings depend on: the GPU's model, or that there is none."""
         return "interpreter" if config.interpret else str(torch.cuda.get_device_name())
 
-    def clock(self, config: Any) -> Callable[[Callable[[], None]], float]:
+    def clock(self, config: Config) -> Callable[[Callable[[], None]], float]:
         from dicp.tuning.timing import on_host
         from dicp.vendor.cuda_graph.clock import GpuClock
 
         return on_host if config.interpret else GpuClock()
 
-    def machine(self, config: Any) -> Machine:
+    def machine(self, config: Config) -> Machine:
         if config.interpret:
             return Machine(torch.get_num_threads(), device="cpu")
         if not torch.cuda.is_available():
@@ -124,14 +123,14 @@ class CudaGraph:
         product = Load(lambda: torch.mm(a, b, out=out), 2 * n**3)
         return [product], Load(lambda: target.copy_(source), 2 * source.nbytes)
 
-    def fingerprint(self, config: Any) -> str:
+    def fingerprint(self, config: Config) -> str:
         import triton
 
         gpus = sorted({torch.cuda.get_device_capability(k) for k in range(torch.cuda.device_count())})
         float32 = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
         return f"triton {triton.__version__} cuda {torch.version.cuda} {gpus} float32 {float32}"
 
-    def assemble(self, program: Any, config: Any) -> Callable[[list[Any]], Any]:
+    def assemble(self, program: Any, config: Config) -> Callable[[list[Any]], Any]:
         from dicp.vendor.cuda_graph.assemble import assemble
 
         return assemble(program, config)

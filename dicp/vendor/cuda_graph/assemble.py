@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dicp import compat
+from dicp.config import Config
 from dicp.errors import NoCompileError, check_error
 from dicp.ir import index as ix
 from dicp.ir.index import Index
@@ -38,7 +39,7 @@ from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 MAX_WORKERS = 8
 
 
-def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
+def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, NoCompileError."""
     sources = emit_all(program, config)
     program.sources = {f"{s.name}.py": s.text for s in sources.values()}
@@ -57,7 +58,7 @@ def assemble(program: Program, config: Any) -> Callable[[list[Any]], Any]:
     return on_device(call, program.lowered)
 
 
-def emit_all(program: Program, config: Any) -> dict[str, Source | Template]:
+def emit_all(program: Program, config: Config) -> dict[str, Source | Template]:
     """Each distinct kernel once, by digest."""
     exact = config.numerics == "eager"
     kernels = {launch.kernel.digest: launch.kernel for launch in program.launches}
@@ -81,7 +82,7 @@ def template_launches(call: Call) -> Sequence[Launched]:
     return call.claim.kernels(call) if isinstance(call.claim, TemplateClaim) else ()
 
 
-def load_all(sources: Mapping[str, Source | Template], config: Any) -> dict[str, Any]:
+def load_all(sources: Mapping[str, Source | Template], config: Config) -> dict[str, Any]:
     """Callable kernels by digest; for a GPU, the common variant of each is compiled now, in parallel."""
     from dicp.vendor.cuda_graph import launch
 
@@ -123,7 +124,7 @@ class DeviceRunner(Runner):
         program: Program,
         sources: Mapping[str, Source | Template],
         kernels: dict[str, Any],
-        config: Any,
+        config: Config,
     ) -> None:
         super().__init__(program, {})
         self.sources, self.kernels, self.interpret = sources, kernels, config.interpret

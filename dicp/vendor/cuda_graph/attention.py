@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.config import Config
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph.products import FLOATS, multiprocessors, precision
@@ -43,7 +44,7 @@ def arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     return q, k, v, mask or None, bool(causal), kwargs.get("scale"), float(dropout or 0.0)
 
 
-def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
+def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     """The claims of attention, the one to take without measuring first."""
     q, k, v, mask, causal, _, dropout = arguments(node.target, node.args, node.kwargs)
     if config.numerics == "eager" or dropout != 0.0:
@@ -104,7 +105,7 @@ def _tile_rows(q: torch.Tensor, k: torch.Tensor) -> int:
     return size_hint(q.shape[2]) * (q.shape[1] // k.shape[1] if _packs(q, k) else 1)
 
 
-def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
         return kernels(_attention(c), plan, (c.note,) if c.note else (), config.interpret)
 

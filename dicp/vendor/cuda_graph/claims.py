@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
+from dicp.config import Config
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph import attention, convolution, grouped, linears, products
@@ -46,13 +47,7 @@ LIBRARY = {
 }
 
 
-def claim_for(node: fx.Node, config: Any) -> Claim | None:
-    """The call for a node, taken without measuring."""
-    found = candidates(node, config)
-    return found[0] if found else None
-
-
-def candidates(node: fx.Node, config: Any) -> list[Claim]:
+def candidates(node: fx.Node, config: Config) -> list[Claim]:
     """The calls that could serve a node, the one to take without measuring first; one under
     numerics="eager"."""
     own = _own().get(node.target)

@@ -18,6 +18,8 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.config import Config
+from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ops.library import ACTIVATIONS
 from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
@@ -126,7 +128,7 @@ def _template_first(node: fx.Node) -> bool:
     return residual is not None or (act != "none" and not _fuses(node))
 
 
-def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
+def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     """The claims of a convolution, the one to take without measuring first."""
     if config.numerics == "eager" or not _served(node):
         return [library]
@@ -142,7 +144,7 @@ def _plans(node: fx.Node) -> list[Plan]:
     return list(dict.fromkeys(replace(p, split=1) for p in cuts))
 
 
-def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
         x, w, b, residual, stride, padding, dilation, _, act = _parts(c.args, c.node.target)
         y = c.outputs[0]
@@ -278,8 +280,8 @@ def _in_layout(node: fx.Node) -> Callable[[Any, fx.Node, Sequence[Any]], Sequenc
         wanted = list(args)
         for k in range(min(count, len(args))):
             source = node.args[k]
-            if isinstance(source, fx.Node) and "dicp_layout" in source.meta:
-                wanted[k] = lowering.in_order(args[k], source.meta["dicp_layout"])
+            if isinstance(source, fx.Node) and LAYOUT_KEY in source.meta:
+                wanted[k] = lowering.in_order(args[k], source.meta[LAYOUT_KEY])
         if backward:
             return _gradients_in_layout(lowering, args, wanted)
         if len(node.meta["val"].shape) == 4 and _parts(node.args, node.target)[7] == 1:

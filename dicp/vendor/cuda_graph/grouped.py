@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.config import Config
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cuda_graph import products
@@ -24,7 +24,7 @@ from dicp.vendor.cuda_graph.templates.product import Plan
 HOPPER = (9, 0)
 
 
-def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
+def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     """The claims of a product of groups, the one to take without measuring first."""
     axis = _axis(node)
     if config.numerics == "eager" or axis is None:
@@ -63,7 +63,7 @@ def _plans(node: fx.Node, axis: Axis) -> list[Plan]:
     return list(dict.fromkeys(replace(p, split=1) for p in cuts))
 
 
-def _template(node: fx.Node, config: Any, axis: Axis, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, axis: Axis, plan: Plan) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
         return kernels(_grouped(c, axis), plan, (c.note,) if c.note else (), config.interpret)
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dicp.config import Config
 from dicp.errors import BuildError, DicpError
 from dicp.ir.kernel import Param
 from dicp.runtime.cache import Key, open_store
@@ -86,7 +87,7 @@ class Source(Protocol):
     def origins(self) -> tuple[str, ...]: ...
 
 
-def load(source: Source, config: Any) -> Any:
+def load(source: Source, config: Config) -> Any:
     """The Triton function of an emitted module, which is kept in the build cache."""
     key = Key.of(source=source.text, kind="triton")
 

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
+from dicp.config import Config
 from dicp.ir.value import Value
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
@@ -42,7 +43,7 @@ def supports(node: fx.Node) -> bool:
     return floats and dense
 
 
-def candidates(node: fx.Node, config: Any) -> list[Claim]:
+def candidates(node: fx.Node, config: Config) -> list[Claim]:
     """The claims of the call, the one to take without measuring first."""
     return [_template(node, config, plan) for plan in _plans(node)]
 
@@ -61,7 +62,7 @@ def _cut(x: torch.Tensor, ws: Sequence[torch.Tensor], wide: bool = False) -> Pla
     return products.few_rows(rows, columns, x.shape[-1], 1, ws[0].dtype, True, wide)
 
 
-def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
         return kernels(_linears(c), plan, (c.note,) if c.note else (), config.interpret)
 

@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.config import Config
 from dicp.ir import index as ix
 from dicp.ir.value import Value
 from dicp.ops.library import ACTIVATIONS
@@ -232,7 +233,7 @@ def _sizes(node: fx.Node) -> tuple[int, int, int, int]:
     return shape[-2], shape[-1], size_hint(a.shape[-1]), shape[0] if len(shape) == 3 else 1
 
 
-def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
+def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     """The claims of a product, `library` among them, the one to take without measuring first."""
     val = node.meta["val"]
     a, b = _factors(node)
@@ -254,7 +255,7 @@ def candidates(node: fx.Node, config: Any, library: Claim) -> list[Claim]:
     return [made[0], library, *made[1:]] if first else [library, *made]
 
 
-def scaled(node: fx.Node, config: Any) -> list[Claim]:
+def scaled(node: fx.Node, config: Config) -> list[Claim]:
     """The claims of a dicp::scaled_linear, the one to take without measuring first. No library reads int8."""
     m, n, k, _ = _sizes(node)
     x, w = _factors(node)
@@ -264,7 +265,7 @@ def scaled(node: fx.Node, config: Any) -> list[Claim]:
     return [_template(node, config, plan) for plan in dict.fromkeys([*few, *tiles])]
 
 
-def _template(node: fx.Node, config: Any, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
     linear = _is_linear(node)
 
     def made(c: Call) -> Sequence[Launched]:

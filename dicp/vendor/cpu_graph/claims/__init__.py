@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.passes.freeze import is_constant
 from dicp.runtime.cpu import cpu_maker
 from dicp.vendor.base import Claim
@@ -39,7 +40,6 @@ from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn
 
 __all__ = [
     "candidates",
-    "claim_for",
     "computes_wide",
     "cpu_maker",
     "keeps",
@@ -49,14 +49,9 @@ __all__ = [
 ]
 
 
-def claim_for(node: fx.Node, config: Any) -> Claim | None:
-    """The call for a node; under numerics="eager" the one that eager makes, so that results have its bits."""
-    found = candidates(node, config)
-    return found[0] if found else None
-
-
-def candidates(node: fx.Node, config: Any) -> list[Claim]:
-    """The calls that could serve a node, the heuristic's choice first; one under numerics="eager"."""
+def candidates(node: fx.Node, config: Config) -> list[Claim]:
+    """The calls that could serve a node, the heuristic's choice first; under numerics="eager" the one
+    that eager makes, so that results have its bits."""
     make = _table().get(node.target) or _FOREIGN.get(str(node.target))
     if make is None or _empty(node):
         return []

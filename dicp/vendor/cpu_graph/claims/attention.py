@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import known_equal, size_hint
+from dicp.config import Config
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import (
@@ -210,7 +211,7 @@ def _one_depth(node: fx.Node) -> bool:
     return known_equal(q.shape[-1], v.shape[-1])
 
 
-def attention(node: fx.Node, config: Any) -> list[Claim]:
+def attention(node: fx.Node, config: Config) -> list[Claim]:
     causal, scale = argument(node, 4, "causal", False), argument(node, 5, "scale", None)
 
     def emit(w: Any, c: Call) -> None:
@@ -238,7 +239,7 @@ def _four_dims(mask: View) -> View:
     return replace(mask, shape=(*[1] * missing, *mask.shape), strides=(*[0] * missing, *mask.strides))
 
 
-def flash(node: fx.Node, config: Any) -> list[Claim]:
+def flash(node: fx.Node, config: Config) -> list[Claim]:
     p, causal = argument(node, 3, "dropout_p", 0.0), argument(node, 4, "is_causal", False)
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
 

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.config import Config
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.attention import (
@@ -38,7 +39,7 @@ DICP_EXPORT int32_t {name}({parameters}) {{
 """
 
 
-def flash_backward(node: fx.Node, config: Any) -> list[Claim]:
+def flash_backward(node: fx.Node, config: Config) -> list[Claim]:
     def emit(w: Any, c: Call) -> None:
         tensors, p, causal = c.args[:6], c.args[6], c.args[7]
         w.call(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import dense_strides
 
@@ -156,8 +157,8 @@ def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
     source = node.args[k]
     if not isinstance(source, fx.Node):
         return args[k]
-    if "dicp_layout" in source.meta:
-        return lowering.in_order(args[k], source.meta["dicp_layout"])
+    if LAYOUT_KEY in source.meta:
+        return lowering.in_order(args[k], source.meta[LAYOUT_KEY])
     return lowering.operand(args[k], order=order_of(source.meta["val"]))
 
 
@@ -167,7 +168,7 @@ def order_in_memory(operand: Any) -> tuple[int, ...] | None:
 
     if not isinstance(operand, fx.Node):
         return None
-    found = operand.meta.get("dicp_layout")
+    found = operand.meta.get(LAYOUT_KEY)
     return tuple(order_of(operand.meta["val"]) if found is None else found)
 
 

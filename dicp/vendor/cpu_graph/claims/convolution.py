@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
+from dicp.ir.meta_keys import LAYOUT_KEY, PACKED
 from dicp.ir.value import Value
-from dicp.passes.freeze import PACKED
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims import depthwise, rectified, winograd
@@ -108,7 +109,7 @@ OTHER = 3
 LAYOUTS = {"channels-last": CHANNELS_LAST, "row-major": (0, 1, 2, 3)}
 
 
-def _in_both_layouts(claim: Claim, node: fx.Node, config: Any, operands: Sequence[int]) -> list[Claim]:
+def _in_both_layouts(claim: Claim, node: fx.Node, config: Config, operands: Sequence[int]) -> list[Claim]:
     """The call in the layout that its operands have or the layout pass chose, and with `operands` brought
     into the one or the other first, which oneDNN's kernels for some sizes are worth."""
     image = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -137,7 +138,7 @@ def _in_both_layouts(claim: Claim, node: fx.Node, config: Any, operands: Sequenc
     ]
 
 
-def convolution(node: fx.Node, config: Any) -> list[Claim]:
+def convolution(node: fx.Node, config: Config) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return []
 
@@ -160,7 +161,7 @@ def convolution(node: fx.Node, config: Any) -> list[Claim]:
     return _in_both_layouts(claim, node, config, (0, 1))
 
 
-def conv(node: fx.Node, config: Any) -> list[Claim]:
+def conv(node: fx.Node, config: Config) -> list[Claim]:
     act = argument(node, 8, "act", "none")
 
     def emit(w: Any, c: Call) -> None:
@@ -171,8 +172,8 @@ def conv(node: fx.Node, config: Any) -> list[Claim]:
         for k in (0, 3):
             if wanted[k] is not None:
                 wanted[k] = in_layout(lowering, n, args, k)
-        if wanted[3] is not None and "dicp_layout" in n.meta:
-            wanted[3] = lowering.in_order(args[3], n.meta["dicp_layout"])
+        if wanted[3] is not None and LAYOUT_KEY in n.meta:
+            wanted[3] = lowering.in_order(args[3], n.meta[LAYOUT_KEY])
         return wanted
 
     claim = Claim("conv: oneDNN", emit, strides=_conv_strides, prepare=prepare, over=OTHER)
@@ -209,7 +210,7 @@ def _pointwise(w: Any, c: Call, act: str) -> None:
         w.call(c, SHIM + "mkldnn__convolution_pointwise_binary", [*head, added, *tail])
 
 
-def _with_own(own: Claim, ahead: bool, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+def _with_own(own: Claim, ahead: bool, library: list[Claim], node: fx.Node, config: Config) -> list[Claim]:
     """The claims that can serve a node, the likely fastest first. ahead: whether a template of ours is, of
     images that are channels-last."""
     if config.numerics == "eager":
@@ -217,13 +218,13 @@ def _with_own(own: Claim, ahead: bool, library: list[Claim], node: fx.Node, conf
     return [own, *library] if ahead and order_in_memory(node.args[0]) == CHANNELS_LAST else [*library, own]
 
 
-def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+def _with_winograd(own: Claim, library: list[Claim], node: fx.Node, config: Config) -> list[Claim]:
     if winograd.window_of(node) is None:
         return library
     return _with_own(own, winograd.is_ahead(node), library, node, config)
 
 
-def _with_depthwise(own: Claim, library: list[Claim], node: fx.Node, config: Any) -> list[Claim]:
+def _with_depthwise(own: Claim, library: list[Claim], node: fx.Node, config: Config) -> list[Claim]:
     return _with_own(own, depthwise.is_ahead(node), library, node, config)
 
 
@@ -262,7 +263,7 @@ def splits_gradients(node: fx.Node) -> bool:
     return winograd.is_ahead(node) or depthwise.is_ahead(node)
 
 
-def convolution_backward(node: fx.Node, config: Any) -> list[Claim]:
+def convolution_backward(node: fx.Node, config: Config) -> list[Claim]:
     if dtype_of(node.args[0]) not in (*FLOATS, torch.float64):
         return []
 

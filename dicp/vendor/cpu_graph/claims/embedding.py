@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.ir import index as ix
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
@@ -28,7 +29,7 @@ DICP_EXPORT int32_t {name}({parameters}) {{
 """
 
 
-def embedding_backward(node: fx.Node, config: Any) -> Claim | None:
+def embedding_backward(node: fx.Node, config: Config) -> Claim | None:
     """bf16 and fp16: generated code would add into a float32 copy of the whole table, and cast it."""
     if dtype_of(node) not in _LOW or dtype_of(node.args[0]) != dtype_of(node):
         return None
@@ -38,7 +39,7 @@ def embedding_backward(node: fx.Node, config: Any) -> Claim | None:
     return Claim("embedding gradient", _emit_gradient, out=True, prepare=dense(0, 1), workspace=_list_bytes)
 
 
-def add_rows(node: fx.Node, config: Any) -> Claim | None:
+def add_rows(node: fx.Node, config: Config | None) -> Claim | None:
     """bf16 and fp16 likewise, over what another gradient of the table has left there."""
     if dtype_of(node) not in _LOW or dtype_of(node.args[1]) != dtype_of(node):
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.runtime.cpu import cpu_maker
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.schedule.strides import dense_strides, order_of
@@ -54,7 +55,7 @@ DICP_EXPORT int32_t {name}({parameters}) {{
 """
 
 
-def grouped(node: fx.Node, config: Any) -> list[Claim]:
+def grouped(node: fx.Node, config: Config) -> list[Claim]:
     """Our tiles, and a library's call for each group; first what is predicted to be faster."""
     if config.numerics == "eager" or not _has_form(node):
         return []

@@ -10,9 +10,10 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import known_equal, known_true, size_hint
+from dicp.config import Config
 from dicp.ir import index as ix
+from dicp.ir.meta_keys import PACKED
 from dicp.passes.facts import bytes_of, is_saved
-from dicp.passes.freeze import PACKED
 from dicp.runtime.cpu import cpu_flags, cpu_maker
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
@@ -133,7 +134,7 @@ def _left(node: fx.Node) -> torch.Tensor:
     return node.args[1 if adds else 0].meta["val"]  # type: ignore[union-attr, no-any-return]
 
 
-def mm(node: fx.Node, config: Any) -> list[Claim]:
+def mm(node: fx.Node, config: Config) -> list[Claim]:
     """y = x w. Candidates, as of every function here: the heuristic's own choice first."""
     dtype = dtype_of(node)
     if dtype not in (*FLOATS, torch.float64):
@@ -159,7 +160,7 @@ FEW_BYTES = 1 << 18
 
 
 def _ordered(
-    label: str, node: fx.Node, config: Any, blas: Claim | None, onednn: Claim | None
+    label: str, node: fx.Node, config: Config, blas: Claim | None, onednn: Claim | None
 ) -> list[Claim]:
     """The libraries and our templates; those first that are predicted to be fastest."""
     if config.numerics == "eager" and blas is not None:
@@ -198,7 +199,7 @@ def _blas_first(node: fx.Node) -> bool:
     return not known_equal(left.stride(-1), 1) or (left.dtype == torch.bfloat16 and not biased)
 
 
-def addmm(node: fx.Node, config: Any) -> list[Claim]:
+def addmm(node: fx.Node, config: Config) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return []
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
@@ -228,7 +229,7 @@ def addmm(node: fx.Node, config: Any) -> list[Claim]:
     return _ordered("addmm", node, config, blas, onednn)
 
 
-def bmm(node: fx.Node, config: Any) -> list[Claim]:
+def bmm(node: fx.Node, config: Config) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return []
     blas = Claim(
@@ -242,7 +243,7 @@ def bmm(node: fx.Node, config: Any) -> list[Claim]:
     return _ordered("bmm", node, config, blas, None)
 
 
-def baddbmm(node: fx.Node, config: Any) -> list[Claim]:
+def baddbmm(node: fx.Node, config: Config) -> list[Claim]:
     if dtype_of(node) not in (*FLOATS, torch.float64):
         return []
     beta, alpha = (repr(float(node.kwargs.get(k, 1))) for k in ("beta", "alpha"))  # type: ignore[arg-type]
@@ -328,7 +329,7 @@ def _nests(v: View) -> bool:
     return False
 
 
-def linear(node: fx.Node, config: Any) -> list[Claim]:
+def linear(node: fx.Node, config: Config) -> list[Claim]:
     act = argument(node, 4, "act", "none")
 
     def onednn(w: Any, c: Call) -> None:
@@ -360,7 +361,7 @@ def _linear_by_blas(w: Any, c: Call) -> None:
         w.call(c, SHIM + "addmm_out", [out, w.tensor(bias), rows, columns, "1.0", "1.0"])
 
 
-def scaled_linear(node: fx.Node, config: Any) -> list[Claim]:
+def scaled_linear(node: fx.Node, config: Config | None) -> list[Claim]:
     """Of int8 weights, which no library reads. Where oneDNN multiplies a low precision, it gets them cast,
     unless rows seem to be few."""
     few, tiles = gemv("int8 linear", node), gemm("int8 linear", node)

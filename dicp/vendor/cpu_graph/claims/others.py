@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import (
@@ -22,7 +23,7 @@ from dicp.vendor.cpu_graph.claims.common import (
 from dicp.vendor.cpu_graph.claims.images import CHANNELS_LAST
 
 
-def pool(node: fx.Node, config: Any) -> Claim | None:
+def pool(node: fx.Node, config: Config) -> Claim | None:
     """ATen's, where it is not behind a generated kernel: the backward, and channels-last images of which the
     places are wanted as well. Of row-major ones, and where nobody asks for places, it is: scripts/pools.py.
     """
@@ -64,7 +65,7 @@ def _wants_places(node: fx.Node) -> bool:
     return any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users)
 
 
-def dropout(node: fx.Node, config: Any) -> Claim | None:
+def dropout(node: fx.Node, config: Config) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         x, p, train = full_args(node.target, c.args, c.kwargs)
         flag = "nullptr"
@@ -76,7 +77,7 @@ def dropout(node: fx.Node, config: Any) -> Claim | None:
     return Claim("native_dropout: eager's generator", emit)
 
 
-def sort(node: fx.Node, config: Any) -> Claim | None:
+def sort(node: fx.Node, config: Config) -> Claim | None:
     stable = node.target is aten.sort.stable
 
     def emit(w: Any, c: Call) -> None:
@@ -92,7 +93,7 @@ def sort(node: fx.Node, config: Any) -> Claim | None:
     return Claim("sort", emit)
 
 
-def topk(node: fx.Node, config: Any) -> Claim | None:
+def topk(node: fx.Node, config: Config) -> Claim | None:
     def emit(w: Any, c: Call) -> None:
         x, k, dim, largest, in_order = full_args(node.target, c.args, c.kwargs)
         w.call(

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.config import Config
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import images
@@ -114,7 +115,7 @@ def gain(node: fx.Node) -> float:
     return CONVERSIONS * sum(math.prod(size_hint(n) for n in v.shape) * v.element_size() for v in values)
 
 
-def separable(node: fx.Node, config: Any) -> Claim | None:
+def separable(node: fx.Node, config: Config) -> Claim | None:
     if not supports(node):
         return None
     return Claim(
