@@ -200,7 +200,7 @@ class Runner:
         wrong = compare(self.op, case, eager, actual, self.gradient, lambda: self.fresh(case), SEED)
         if wrong is None or wrong.check not in ("value", "gradient", "mutation"):
             return wrong
-        # Another seed gives another result: a random operator. Distributions are random_ops.py's business.
+        # Another seed gives another result: a random operator. Distributions are test/op/test_random.py's.
         for seed in range(SEED + 1, SEED + 1 + SEEDS):
             again = compare(
                 self.op, case, eager, self.eager(case, seed), self.gradient, lambda: self.fresh(case), SEED

@@ -20,9 +20,10 @@ from dicp.vendor.base import Machine
 class Buffer:
     """A named tensor in memory: sizes and strides in elements.
 
-    kind: input (a graph input), packed (an input that only the vendor's library can read), temp (arena),
-    output (allocated for the caller), library (allocated by a library call), extern (a result of an aten call
-    made from Python), alias (what `base`, whose memory it is, holds once a scatter or a call has updated it).
+    kind: input (a graph input), packed (an input that only the vendor's library can read), constant (a tensor
+    that the graph holds), temp (arena), output (allocated for the caller), library (allocated by a library
+    call), extern (a result of an aten call made from Python), alias (what `base`, whose memory it is, holds
+    once a scatter or a call has updated it).
     """
 
     name: str

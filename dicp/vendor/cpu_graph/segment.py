@@ -4,7 +4,8 @@
     slots
         0       done
         k > 0   index check k - 1 failed
-        k < 0   library call -k - 1 raised
+        k < 0   library call -k - 1 raised; of -k - UNFORESEEN, laid out its result as nobody foresaw
+        NO_MEMORY   an input has none (runtime/failure.py)
 Kernels live in units of their own; `bind` gives the segment their addresses once.
 """
 
@@ -60,8 +61,7 @@ def _moved(buffers: Sequence[Buffer]) -> int:
 
 
 class SegmentWriter:
-    """Writes one segment. Claims call `tensor`, `optional`, `ints`, `call`, `call_into`, `branch` and
-    `dispatch`.
+    """Writes one segment. What it offers to claims stands under "what claims use".
 
     late: results whose sizes the caller finds out, and lays out then."""
 

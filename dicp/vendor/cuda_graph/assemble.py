@@ -117,7 +117,7 @@ def programs_function(source: Source | Template) -> Callable[..., int]:
 
 
 class DeviceRunner(Runner):
-    """Writes the function of a program. Claims call `view`, `value`, `result` and `line`."""
+    """Writes the function of a program."""
 
     def __init__(
         self,
