@@ -85,7 +85,7 @@ def launches(fn: Any, *inputs: torch.Tensor, cache: str) -> list[str]:
     sources = emit_all(program, config)
     runner = DeviceRunner(program, sources, dict.fromkeys(sources), config)
     runner.function()
-    found = re.findall(r"(\w+)_[0-9a-f]{8}\(index, stream, ([^,]+),", runner.source)
+    found = re.findall(r"(\w+)_(?:[0-9a-f]{8}){1,2}\(index, stream, ([^,]+),", runner.source)
     return [f"{name} {how}" for name, how in found]
 
 
