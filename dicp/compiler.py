@@ -24,7 +24,7 @@ from dicp.runtime.frozen import Frozen
 from dicp.runtime.parts import assemble_parts
 from dicp.runtime.program import Program, ResultMemory, make_program
 from dicp.runtime.progress import Progress
-from dicp.runtime.verified import Verified
+from dicp.runtime.verification import Verified
 from dicp.schedule.defs import Buffer, Lowered
 from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import build_kernels

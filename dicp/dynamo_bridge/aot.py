@@ -21,7 +21,7 @@ from dicp.dynamo_bridge.lost_writes import refuse_lost_writes
 from dicp.dynamo_bridge.recompiles import note_recompile
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes.rematerialize import rematerialize
-from dicp.passes.rounded import round_alike, round_stepped
+from dicp.passes.rounding import round_alike, round_stepped
 from dicp.passes.written_inputs import view_written_inputs
 from dicp.runtime.dump import say
 from dicp.vendor.asking import has

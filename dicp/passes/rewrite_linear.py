@@ -31,7 +31,7 @@ class Linear:
     """Leading sizes that x: [M, K] is to be viewed with."""
     stored: Stored | None = None
     """Where the weight is int8: what it is made of."""
-    turned: bool = False
+    transposed: bool = False
     """Whether w is [K, N]."""
 
 
@@ -67,7 +67,7 @@ def _apply(linear: Linear, vendor: Claims) -> bool:
         x = emit(aten.view.default, x, [*linear.rows, emit.size(x, 1)])
     ops = torch.ops.dicp
     target = ops.linear.default if linear.stored is None else ops.scaled_linear.default
-    w = emit(aten.permute.default, linear.w, [1, 0]) if linear.turned else linear.w
+    w = emit(aten.permute.default, linear.w, [1, 0]) if linear.transposed else linear.w
     weight = (w,) if linear.stored is None else _stored_operands(linear.stored, emit)
     new = try_claim(vendor, target, (x, *weight, linear.b, linear.other, linear.act), at=linear.root)
     if new is None:
@@ -105,22 +105,22 @@ def _products(node: Node) -> list[Linear]:
     if weight.target is aten.permute.default and list(weight.args[1]) == [1, 0]:  # type: ignore[arg-type]
         starts.append(_start(node, x, weight.args[0], b))
     else:
-        starts.append(_start(node, x, weight, b, turned=True))
+        starts.append(_start(node, x, weight, b, transposed=True))
     return [start for start in starts if start is not None]
 
 
 def _start(
-    node: Node, x: Node, w: Any, b: Any, stored: Stored | None = None, turned: bool = False
+    node: Node, x: Node, w: Any, b: Any, stored: Stored | None = None, transposed: bool = False
 ) -> Linear | None:
-    """mm(x, permute(w, [1,0])), addmm(b, x, permute(w, [1,0])); turned: mm(x, w), addmm(b, x, w)"""
+    """mm(x, permute(w, [1,0])), addmm(b, x, permute(w, [1,0])); transposed: mm(x, w), addmm(b, x, w)"""
     assert isinstance(w, Node)
     if b is None:
-        return Linear(node, x, w, stored=stored, turned=turned)
+        return Linear(node, x, w, stored=stored, transposed=transposed)
     assert isinstance(b, Node)
     if _is_bias(b, node):
-        return Linear(node, x, w, b, stored=stored, turned=turned)
+        return Linear(node, x, w, b, stored=stored, transposed=transposed)
     if same_shape(b, node) and same_dtype(b, node):
-        return Linear(node, x, w, other=b, stored=stored, turned=turned)
+        return Linear(node, x, w, other=b, stored=stored, transposed=transposed)
     return None
 
 
@@ -133,7 +133,7 @@ def _chain(linear: Linear, activations: Activations, vendor: Claims) -> Iterator
     """The product, then each longer chain it is the start of."""
     step: Linear | None = linear
     while step is not None:
-        alone = step.turned and step.act == "none" and step.other is None and not may_pack(vendor, step.w)
+        alone = step.transposed and step.act == "none" and step.other is None and not may_pack(vendor, step.w)
         if not alone and (step.rows is None or step.root.target is not aten.view.default):
             yield step  # else the view would only move from the result to x
         step = (

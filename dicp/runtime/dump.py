@@ -129,7 +129,7 @@ def plan_text(program: Any) -> str:
     ]
     lines += [
         f"  {name}: of its own, {_bytes(buffers[name].nbytes)}, step {first} to {plan.last_use[name]}"
-        for name, first in plan.heap.items()
+        for name, first in plan.spilled.items()
     ]
     lines += [f"  {name}: in place of {root}" for name, root in plan.root.items()]
     return "\n".join(lines)

@@ -24,11 +24,11 @@ from dicp.errors import UnsupportedOp, VendorError
 from dicp.ir.printer import op_name, show, user_location
 from dicp.passes.facts import base_of, writes_input
 from dicp.runtime.artifact import Artifact
-from dicp.runtime.bits import plain
-from dicp.runtime.called import expect
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
+from dicp.runtime.marked_tensors import plain
 from dicp.runtime.program import Program
-from dicp.runtime.verified import Due, maker
+from dicp.runtime.support import expect
+from dicp.runtime.verification import Due, maker
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import Plan
 from dicp.schedule.partition import Part, is_size

@@ -22,9 +22,9 @@ from dicp.schedule.memory import Plan
 @dataclass(eq=False)
 class Segment:
     """Consecutive native items. `allocs`, `frees`: by position in `items`, the roots to allocate before it
-    (of the plan's heap), and those to free after it. `kept`: library results that later steps or the caller
-    need. `late`: those of them whose sizes are known only from the tensor; the call that makes them is the
-    segment's last item."""
+    (of the plan's spilled ones), and those to free after it. `kept`: library results that later steps or the
+    caller need. `late`: those of them whose sizes are known only from the tensor; the call that makes them is
+    the segment's last item."""
 
     number: int
     items: list[Item] = field(default_factory=list)
@@ -172,18 +172,18 @@ def _allocate_and_free(program: Program) -> None:
     plan, where = program.plan, program.where
     returned = {plan.find(v.buffer.name) for v in views(program.lowered.outputs)}
     position = {id(item): k for k, item in enumerate(program.items)}
-    heap: dict[int, list[str]] = {}
-    for name, k in plan.heap.items():
-        heap.setdefault(k, []).append(name)
+    spilled: dict[int, list[str]] = {}
+    for name, k in plan.spilled.items():
+        spilled.setdefault(k, []).append(name)
     for step in program.steps:
         if not isinstance(step, Segment):
             continue
         for at, item in enumerate(step.items):
             k = position[id(item)]
-            if k in heap:
-                step.allocs[at] = heap[k]
+            if k in spilled:
+                step.allocs[at] = spilled[k]
             libraries = _library_results(item, plan)
-            for name in (*heap.get(k, ()), *libraries):
+            for name in (*spilled.get(k, ()), *libraries):
                 final = plan.last_use.get(name, k)
                 outlives = name in returned or where.get(final, -1) != where[k]
                 if name not in step.late and not outlives:
@@ -219,7 +219,7 @@ def _dying(lowered: Lowered, plan: Plan, owned: Set[str]) -> Counter[int]:
     """Bytes that each item is the last to use: of owned inputs, and of temporaries with their own memory."""
     inputs = {b.name for b in lowered.inputs if isinstance(b, Buffer)} & owned & plan.last_use.keys()
     out: Counter[int] = Counter()
-    for name in (*inputs, *plan.heap):
+    for name in (*inputs, *plan.spilled):
         out[plan.last_use[name]] += lowered.symbols.hint(lowered.buffers[name].nbytes)
     return out
 
@@ -227,7 +227,7 @@ def _dying(lowered: Lowered, plan: Plan, owned: Set[str]) -> Counter[int]:
 def _coming(lowered: Lowered, plan: Plan) -> Counter[int]:
     """Bytes of the temporaries with their own memory that each item is the first to use."""
     out: Counter[int] = Counter()
-    for name, k in plan.heap.items():
+    for name, k in plan.spilled.items():
         out[k] += lowered.symbols.hint(lowered.buffers[name].nbytes)
     return out
 

@@ -21,11 +21,11 @@ from dicp.compat import empty_strided_cpu, tensors_from_handles
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
-from dicp.runtime import called
+from dicp.runtime import support
 from dicp.runtime.arena import ARENA
-from dicp.runtime.bits import plain
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
-from dicp.runtime.host import host_number
+from dicp.runtime.host_numbers import host_number
+from dicp.runtime.marked_tensors import plain
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.sizes import Sizes, spelled
@@ -62,15 +62,15 @@ class Runner:
             "empty_strided": empty_strided_cpu,
             "ARENA": ARENA,
             "POOL": POOL,
-            "slots": called.slots,
+            "slots": support.slots,
             "steal": tensors_from_handles,
-            "expect": called.expect,
-            "bounds": called.slice_bounds,
-            "per_size": called.per_size,
+            "expect": support.expect,
+            "bounds": support.slice_bounds,
+            "per_size": support.per_size,
             "plain": plain,
-            "within": called.within,
-            "apart": called.apart,
-            "parts": called.parts,
+            "within": support.within,
+            "apart": support.apart,
+            "parts": support.parts,
             "torch": torch,
             **FIRST_GLOBALS,
         }
@@ -120,7 +120,7 @@ class Runner:
         return {
             name: self.program.where[item]
             for name, item in self.plan.last_use.items()
-            if (self.lowered.buffers[name].kind in kinds or name in self.plan.heap or name in owned)
+            if (self.lowered.buffers[name].kind in kinds or name in self.plan.spilled or name in owned)
             and self.program.where.get(item, steps) < steps - 1
         }
 
@@ -187,7 +187,7 @@ class Runner:
             self._allocate(root, self.lowered.buffers[root])
 
     def _allocate(self, name: str, buffer: Buffer) -> None:
-        unseen = name in self.plan.heap or self.program.results == "saved" and name not in self.shown
+        unseen = name in self.plan.spilled or self.program.results == "saved" and name not in self.shown
         pooled = self.program.results != "new" and self._is_large(buffer, PIECE if unseen else LARGE)
         make = "POOL.empty(call, " if pooled else "empty_strided("
         shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)

@@ -9,7 +9,7 @@ from typing import Any
 from dicp.errors import InternalError
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
-from dicp.runtime.host import host_size
+from dicp.runtime.host_numbers import host_size
 from dicp.runtime.program import Program, Segment
 from dicp.schedule.defs import Buffer, Host, View, views
 from dicp.schedule.kernels import Launch

@@ -21,7 +21,7 @@ from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.schedule.defs import Buffer, Lowered, Pointwise, Reduction, Scatter, View
-from dicp.schedule.home import Home
+from dicp.schedule.program_device import ProgramDevice
 from dicp.schedule.splitting import split_extent
 from dicp.schedule.strides import (
     affine_window,
@@ -58,7 +58,7 @@ class DefinitionBuilder:
             raise VendorError(what, todo=remedy(vendor))
         self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(shape_env(gm))
-        self.home = Home(gm, self.out.machine.device, vendor.device)
+        self.home = ProgramDevice(gm, self.out.machine.device, vendor.device)
         self.out.device = self.home.device
         self.node: fx.Node | None = None
         self.in_place: dict[fx.Node, Buffer] = {}

@@ -203,7 +203,7 @@ class Lowered:
         self.inputs: list[Buffer | Index | None] = []
         self.outputs: list[Any] = []  # View | Index | None | input position wrapped in ("input", k)
         self.free: frozenset[int] = frozenset()  # positions of outputs with any layout (passes/facts.py)
-        self.marked: set[str] = set()  # inputs whose tensors may be conjugated or negated (runtime/bits.py)
+        self.marked: set[str] = set()  # inputs that may be conjugated or negated (runtime/marked_tensors.py)
         self.mutated: set[str] = set()  # inputs that are written to
         self.constants: dict[str, torch.Tensor] = {}
         self.checks: list[str] = []  # messages of the run-time checks, by number (errors.check_error)

@@ -3,11 +3,12 @@
 A group has one iteration space: axes, some of them reduced. Each member's loop variables map one to one onto
     the full space    (elementwise before, between and after the reductions; the reductions themselves), or
     the outer axes    (elementwise on reduction results).
-A definition joins the group that saves most memory traffic: the values it would have read back, and the
-reads it shares; a small one joins one of the same iteration space where that spares a launch (beside.py). It
-may join when every value of the group that it reads is the one computed at the same point, and when no step
-outside the group lies between the two. A scatter to places that differ joins like an elementwise definition,
-where launches cost; nothing else in its group touches the memory that it updates.
+A definition joins the group that saves most memory traffic: the values it would have read back, and the reads
+it shares; a small one joins one of the same iteration space where that spares a launch
+(horizontal_fusion.py). It may join when every value of the group that it reads is the one computed at the
+same point, and when no step outside the group lies between the two. A scatter to places that differ joins
+like an elementwise definition, where launches cost; nothing else in its group touches the memory that it
+updates.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
 from dicp.ir.value import Indices
-from dicp.schedule.beside import RECENT, Space, same_axes, space_of, writes_once
 from dicp.schedule.defs import (
     Call,
     Def,
@@ -31,6 +31,7 @@ from dicp.schedule.defs import (
     views,
 )
 from dicp.schedule.dependencies import Dependencies
+from dicp.schedule.horizontal_fusion import RECENT, Space, same_axes, space_of, writes_once
 from dicp.schedule.order import in_order
 from dicp.schedule.unify import Mapping, loop_atoms, unify, variable
 

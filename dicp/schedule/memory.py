@@ -5,7 +5,7 @@ those of the example, so that the plan holds for all. In-place reuse comes first
 over the buffer of an operand that dies there and is read only at the position written, and so does that of a
 call which can write over an operand. Where a kernel's lies in a library's buffer then, and the arena has room
 at that time anyway, the result moves there, and the library's buffer is freed sooner. Last, temporaries leave
-an arena that would be larger than what is alive when the program's memory peaks (schedule/heap.py).
+an arena that would be larger than what is alive when the program's memory peaks (schedule/arena_spill.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
-from dicp.schedule.borrow import Lender, borrowed
+from dicp.schedule.arena_spill import spilled
 from dicp.schedule.defs import Buffer, Call, Lowered, View, views
-from dicp.schedule.heap import leaving
 from dicp.schedule.kernels import Item, Launch
 from dicp.schedule.lifetime import Lifetime, most_alive
 from dicp.schedule.placement import Placed, by_size, lowest_gap, stacked
+from dicp.schedule.result_reuse import Lender, borrowed
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 
@@ -30,16 +30,17 @@ ALIGN = 64  # bytes: a cache line, and the widest vector
 class Plan:
     """`offset`: bytes into the arena by buffer name. `maxima`: what symbols in offsets and in `size` stand
     for, each the largest of its numbers, in the order of computing. `root`: the buffer whose memory a buffer
-    shares. `borrowed`: temporaries in a result's memory, with the result and the bytes into it. `heap`: those
-    with memory of their own, with the item before which it is allocated. `last_use`: the item after which a
-    root's memory is free. `unread`: roots that only one item touches, and no caller. `size`: arena bytes. At
-    the sizes of the example, `example_size` is that, and `lower_bound` the most that is alive at once."""
+    shares. `borrowed`: temporaries in a result's memory, with the result and the bytes into it. `spilled`:
+    those with memory of their own, with the item before which it is allocated. `last_use`: the item after
+    which a root's memory is free. `unread`: roots that only one item touches, and no caller. `size`: arena
+    bytes. At the sizes of the example, `example_size` is that, and `lower_bound` the most that is alive at
+    once."""
 
     root: dict[str, str] = field(default_factory=dict)
     offset: dict[str, Index] = field(default_factory=dict)
     maxima: dict[Var, tuple[Index, ...]] = field(default_factory=dict)
     borrowed: dict[str, tuple[str, Index]] = field(default_factory=dict)
-    heap: dict[str, int] = field(default_factory=dict)
+    spilled: dict[str, int] = field(default_factory=dict)
     last_use: dict[str, int] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     size: Index = 0
@@ -246,10 +247,10 @@ def _leave_arena(work: _Work, placed: list[Placed]) -> list[Placed]:
     own = [p.life for p in placed if p.life.name in movable - workspaces]
     staying = [p.life for p in placed if p.life.name in workspaces]
     others, apart = _outside(work)
-    gone = leaving(own, others, len(work.items), _top(placed), staying, apart)
+    gone = spilled(own, others, len(work.items), _top(placed), staying, apart)
     if not gone:
         return placed
-    plan.heap = {name: work.start[name] for name in sorted(gone)}
+    plan.spilled = {name: work.start[name] for name in sorted(gone)}
     return by_size(p.life for p in placed if p.life.name not in gone)
 
 

@@ -21,7 +21,7 @@ import dicp
 from dicp import compat
 from dicp.compiler import Compiled, observe
 from dicp.runtime.frozen import RESTLESS, Frozen
-from dicp.runtime.verified import Verified
+from dicp.runtime.verification import Verified
 from dicp.vendor.cpu_graph.claims.common import multiplies
 from dicp.vendor.cpu_graph.packing import pack
 

@@ -26,7 +26,7 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cpu_graph import codegen, loops, toolchain
 from dicp.vendor.cpu_graph.assemble import PRELUDE
 from dicp.vendor.cpu_graph.build import Unit, build
-from dicp.vendor.cpu_graph.sharing import Emitted, share
+from dicp.vendor.cpu_graph.outlining import Emitted, outline
 
 ISAS = ("avx512", "avx2", "portable")
 GUARD = 64  # elements behind each buffer that nothing may write
@@ -430,7 +430,7 @@ def addresses(isa: str) -> dict[str, int]:
         except Exception:  # shows in the case's own test
             continue
         texts.update(found)
-    names, shared = list(texts), share(list(texts.values()))
+    names, shared = list(texts), outline(list(texts.values()))
     units = [unit_of(shared[k : k + 4]) for k in range(0, len(shared), 4)]
     try:
         library = build(units, config)
@@ -445,7 +445,7 @@ def call(launch: Launch, isa: str, memory: dict[str, torch.Tensor], sizes: dict[
     address = addresses(isa).get(name)
     if address is None:
         config = Config.make(None, {"isa": isa})
-        address = build([unit_of(share([emitted(launch, toolchain.lanes(config))]))], config).address(name)
+        address = build([unit_of(outline([emitted(launch, toolchain.lanes(config))]))], config).address(name)
     error = ctypes.c_int32(0)
     args: list[Any] = [ctypes.c_void_p(memory[p.name].data_ptr()) for p in launch.kernel.params]
     args += [ctypes.c_int64(sizes[v.name]) for v in launch.kernel.sizes]
@@ -641,7 +641,7 @@ def test_memory_is_cleared_to_its_last_byte_and_no_further(n: int, isa: str) -> 
         traced(lambda i: torch.zeros(n).index_add(0, i, torch.ones(2)), below(2, 2))["inference"]
     )
     launch, config = program.launches[0], Config.make(None, {"isa": isa})
-    unit = unit_of(share([emitted(launch, toolchain.lanes(config))]))
+    unit = unit_of(outline([emitted(launch, toolchain.lanes(config))]))
     assert "zeros(" in unit.source
     clear = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build([unit], config).address(function_name(launch)))
     for ahead in (0, 1, 7):  # elements from an address that a cache line's size divides

@@ -116,9 +116,9 @@ class CpuGraph(Vendor):
         return repr((*parts, compiler, cpu_maker(), has))
 
     def warm_up(self, gm: fx.GraphModule, config: Config) -> None:
-        from dicp.vendor.cpu_graph.foresee import compile_ahead
+        from dicp.vendor.cpu_graph.speculative_build import build_speculatively
 
-        compile_ahead(gm, config)
+        build_speculatively(gm, config)
 
     def begin(self, lowered: Any, config: Config) -> AbstractContextManager[Any]:
         """Compile templates while the core schedules kernels and plans memory."""

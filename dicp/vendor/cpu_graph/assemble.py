@@ -19,9 +19,9 @@ from dicp.schedule.memory import Plan
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Build, Library, Unit
 from dicp.vendor.cpu_graph.launching import bind, get_launcher
+from dicp.vendor.cpu_graph.outlining import Emitted, outline
 from dicp.vendor.cpu_graph.saved import save
 from dicp.vendor.cpu_graph.segment import SegmentWriter, unit_source
-from dicp.vendor.cpu_graph.sharing import Emitted, share
 from dicp.vendor.cpu_graph.timing import report_at_exit
 
 # A compiler's start costs as much as compiling three or four kernels: few units, but enough to share out.
@@ -112,7 +112,7 @@ def kernel_units(program: Program, names: Mapping[str, str], lanes: int) -> list
     distinct: dict[str, Launch] = {}
     for launch in program.launches:
         distinct.setdefault(launch.kernel.digest, launch)
-    texts = share(
+    texts = outline(
         [
             Emitted(names[d], codegen.emit(launch.kernel, names[d], lanes), launch.kernel.origins)
             for d, launch in distinct.items()
@@ -143,7 +143,7 @@ def _segment(program: Program, step: Segment, names: dict[str, str], timed: bool
     )
     for k, item in enumerate(step.items):
         writer.write(item)
-        writer.free([root for root in step.frees.get(k, []) if root not in program.plan.heap])
+        writer.free([root for root in step.frees.get(k, []) if root not in program.plan.spilled])
     writer.keep(step.kept)
     return writer
 

@@ -18,8 +18,9 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
-from dicp.vendor.cpu_graph.divided import split_divided
+from dicp.vendor.cpu_graph.axis_splitting import split_axes
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
+from dicp.vendor.cpu_graph.index_set_splitting import split_ranges
 from dicp.vendor.cpu_graph.loops import (
     Shape,
     around,
@@ -34,13 +35,12 @@ from dicp.vendor.cpu_graph.loops import (
     vector_loop,
 )
 from dicp.vendor.cpu_graph.narrow import narrowed
-from dicp.vendor.cpu_graph.ranges import split_ranges
-from dicp.vendor.cpu_graph.turned import (
-    Turned,
-    TurnedRows,
+from dicp.vendor.cpu_graph.transposed_loads import (
+    TransposedLoads,
+    TransposedRows,
     block_of_rows,
-    find_turned,
-    find_turned_rows,
+    find_transposed,
+    find_transposed_rows,
     tiles,
 )
 
@@ -49,7 +49,7 @@ MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
 
 def emit(kernel: Kernel, name: str, lanes: int) -> str:
     """One C++ function `name(buffers.., sizes.., [err])` for a kernel."""
-    return _KernelWriter(canonical_with_notes(split_divided(kernel, lanes)), name, lanes).function()
+    return _KernelWriter(canonical_with_notes(split_axes(kernel, lanes)), name, lanes).function()
 
 
 def canonical_with_notes(kernel: Kernel) -> Kernel:
@@ -94,7 +94,7 @@ class _KernelWriter:
         self.phases = self._phase_of()
         self.scratch: list[str] = []
         self.written: set[int] = set()  # outer-level stores of a row kernel that stand already
-        self.kept: dict[int, str] = {}  # where turned stores, by their ids, go on the stack
+        self.kept: dict[int, str] = {}  # where transposed stores, by their ids, go on the stack
 
     # -- the function --------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class _KernelWriter:
             _KernelWriter(r.kernel, self.name, self.lanes, replace(self.shape, vector=r.axis)) for r in ranges
         ]
         # tiles have outer loops of their own, and too few of them leave the vectors' loop to be shared out
-        apart = few(self.shape.outer) or any(p.turned is not None for p in parts)
+        apart = few(self.shape.outer) or any(p.transposed is not None for p in parts)
         lines: list[str] = []
         for r, p in zip(ranges, parts, strict=True):
             inner = p._points() if apart else p._row()
@@ -161,12 +161,12 @@ class _KernelWriter:
         return lines if apart else around(self.kernel, self.shape.outer, lines)
 
     @functools.cached_property
-    def turned(self) -> Turned | None:
-        return find_turned(self.kernel, self.shape, self.lanes)
+    def transposed(self) -> TransposedLoads | None:
+        return find_transposed(self.kernel, self.shape, self.lanes)
 
     def _points(self) -> list[str]:
-        if self.turned is not None:
-            return self._tiled(self.turned)
+        if self.transposed is not None:
+            return self._tiled(self.transposed)
         if self.shape.vector is None or not few(self.shape.outer):
             return around(self.kernel, self.shape.outer, self._row())
         inside = self._inside(None)  # too few outer iterations: share out the vector loop too
@@ -188,19 +188,20 @@ class _KernelWriter:
         self._stores(list(self.kernel.body), scope)
         return scope
 
-    def _tiled(self, turned: Turned) -> list[str]:
-        along, across = self.shape.vector, turned.axis.var
+    def _tiled(self, transposed: TransposedLoads) -> list[str]:
+        along, across = self.shape.vector, transposed.axis.var
         assert along is not None
         block = self.writer.fresh("block")
         tile = Scope(lanes="lanes", provides=frozenset({along.var}))
-        tiles(turned, along, block, self.writer, tile)
+        tiles(transposed, along, block, self.writer, tile)
         column = Scope(tile, lanes="lanes", provides=frozenset({across}))
         self._stores(list(self.kernel.body), column)
         head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
         step = vector_loop(
             along, [*tile.lines, head, *indent(column.lines), "}"], self.lanes, self.writer.fresh
         )
-        return around(self.kernel, turned.outer, block_loop(turned.axis, block, step, self.lanes), extra=1)
+        blocks = block_loop(transposed.axis, block, step, self.lanes)
+        return around(self.kernel, transposed.outer, blocks, extra=1)
 
     def _stores(self, stores: list[Statement], scope: Scope) -> None:
         """All values first, then all stores: a store may overwrite what a later value loads."""
@@ -262,41 +263,41 @@ class _KernelWriter:
     def _rows(self) -> list[str]:
         outer = Scope()
         shared = self._kept_between_phases()
-        turned = find_turned_rows(self.kernel, self.shape, self.lanes)
+        transposed = find_transposed_rows(self.kernel, self.shape, self.lanes)
         plain = functools.partial(around, self.kernel, self.shape.outer)
-        finish = plain if turned is None else self._in_blocks(turned)
+        finish = plain if transposed is None else self._in_blocks(transposed)
         last = max(self.phases.values(), default=0)
         for phase in range(last + 1):
             self._row_phase(phase, outer, shared)
         return finish([*self.scratch, *outer.lines])
 
-    def _in_blocks(self, turned: TurnedRows) -> Callable[[list[str]], list[str]]:
-        """Has what lies turned read from the rows of a block, and stored to them; gives the loops around the
-        lines of a row."""
-        along, across, block = self.shape.inner[0], turned.axis.var, self.writer.fresh("block")
+    def _in_blocks(self, transposed: TransposedRows) -> Callable[[list[str]], list[str]]:
+        """Has transposed operands read from the rows of a block, and transposed results stored to them; gives
+        the loops around the lines of a row."""
+        along, across, block = self.shape.inner[0], transposed.axis.var, self.writer.fresh("block")
         rows, before, after = [], [], []
 
         def keep(buffer: str) -> tuple[str, str]:
             """The name of a block of rows on the stack, and where in it the vector at hand is."""
-            name = self.writer.fresh("turned")
+            name = self.writer.fresh("transposed")
             rows.append(f"alignas(64) {STORAGE[self.writer.params[buffer]]} {name}[LANES * {along.size}];")
             return name, f"{name} + ({across} - {block}) * {along.size} + {along.var}"
 
-        for e in turned.loads:
+        for e in transposed.loads:
             name, at = keep(e.args[0])
-            there = block_of_rows(e.args[0], e.args[1], turned, along, block)
-            before.append(f"load_turned({name}, {there}, {along.size}, columns);")
+            there = block_of_rows(e.args[0], e.args[1], transposed, along, block)
+            before.append(f"load_transposed({name}, {there}, {along.size}, columns);")
             self.writer.replaced[e] = lambda s, at=at: f"load({at}, lanes)"  # type: ignore[misc]
-        for s in turned.stores:
+        for s in transposed.stores:
             name, self.kept[id(s)] = keep(s.buffer)
-            there = block_of_rows(s.buffer, s.index, turned, along, block)
-            after.append(f"store_turned({there}, {name}, {along.size}, columns);")
+            there = block_of_rows(s.buffer, s.index, transposed, along, block)
+            after.append(f"store_transposed({there}, {name}, {along.size}, columns);")
         head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
 
         def around_row(lines: list[str]) -> list[str]:
             inside = [*rows, *before, head, *indent(lines), "}", *after]
-            blocks = block_loop(turned.axis, block, inside, self.lanes)
-            return around(self.kernel, turned.outer, blocks, extra=1)
+            blocks = block_loop(transposed.axis, block, inside, self.lanes)
+            return around(self.kernel, transposed.outer, blocks, extra=1)
 
         return around_row
 

@@ -20,7 +20,7 @@ from dicp.ir import index as ix
 from dicp.ir.dependence import Dependence
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
-from dicp.vendor.cpu_graph.walks import repeats_of, step_of
+from dicp.vendor.cpu_graph.lane_strides import lane_repeats, lane_stride
 
 VECTOR = {
     torch.float32: "vf32",
@@ -370,7 +370,7 @@ class ExpressionWriter:
         v = self.vector_var
         if v is None or scope.lanes is None or not self._index_varies(i):
             return "one", f"{buffer} + {self.index(i, scope, mask)}"
-        step = step_of(i, v, self.lanes) if not self._opaque_varies(i) else None
+        step = lane_stride(i, v, self.lanes) if not self._opaque_varies(i) else None
         if step is None or step == 0:
             return "indexed", self._apart(buffer, i, scope, mask)
         base = self._base(i, scope, mask)
@@ -432,7 +432,7 @@ class ExpressionWriter:
         if how != "indexed":
             return f"load{how}({where}, {rest})"
         v = self.vector_var
-        repeats = None if v is None or self._opaque_varies(i) else repeats_of(i, v, self.lanes)
+        repeats = None if v is None or self._opaque_varies(i) else lane_repeats(i, v, self.lanes)
         if repeats is None:
             return f"gather({where}, {rest})"
         times = "LANES" if repeats == self.lanes else repeats

@@ -32,7 +32,7 @@ import torch
 
 from dicp import compat
 from dicp.ir import index as ix
-from dicp.runtime.bits import is_marked
+from dicp.runtime.marked_tensors import is_marked
 from dicp.runtime.program import Program
 from dicp.schedule.defs import Buffer, Raw
 from dicp.schedule.kernels import Launch

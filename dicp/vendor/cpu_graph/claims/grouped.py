@@ -103,13 +103,13 @@ _BY_COLUMNS = (0, 2, 1)
 
 @dataclass(frozen=True)
 class _Product:
-    """result[k] = x w; w has two dims where groups share out what is summed over. turned: it is the
+    """result[k] = x w; w has two dims where groups share out what is summed over. by_columns: it is the
     transposed result, which then has dense rows."""
 
     x: View
     w: View
     k: int = 0
-    turned: bool = False
+    by_columns: bool = False
 
 
 def _products(node: fx.Node, args: Sequence[Any]) -> list[_Product]:
@@ -118,8 +118,8 @@ def _products(node: fx.Node, args: Sequence[Any]) -> list[_Product]:
         found = [_Product(grad, transposed(w)), _Product(transposed(x), grad, 1)]
     else:
         found = [_Product(args[0], args[1])]
-    turned = [_order(v) == _BY_COLUMNS for v in _results(node)]
-    return [_Product(transposed(p.w), transposed(p.x), p.k, True) if turned[p.k] else p for p in found]
+    by_columns = [_order(v) == _BY_COLUMNS for v in _results(node)]
+    return [_Product(transposed(p.w), transposed(p.x), p.k, True) if by_columns[p.k] else p for p in found]
 
 
 def _results(node: fx.Node) -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ def _emit(way: str, writer: Any, call: Call) -> None:
 def _emit_product(way: str, writer: Any, call: Call, product: _Product, y: Buffer) -> None:
     x, w, offsets = product.x, product.w, call.args[2]
     result = View(y, y.shape, y.strides)
-    rows = transposed(result) if product.turned else result
+    rows = transposed(result) if product.by_columns else result
     by_rows = len(w.shape) == 3
     sizes, _ = writer.ints(
         product_words(

@@ -3,7 +3,7 @@
 //
 //   dV = P^T dO    dS = P * (dO V^T - sum(dO * O)) scale    dK = dS^T Q    dQ = dS K
 //
-// Scores are computed by columns, P^T and dS^T, as three of the five products want them; dS is turned on the way.
+// Scores are computed by columns, P^T and dS^T, as three of the five products want them; dS is transposed on the way.
 #pragma once
 #include "dicp_attention.h"
 
@@ -27,10 +27,10 @@ template <class T, class M> struct AttentionGradientTile {
   int64_t queries, keys;  // of a block, in whole vectors
   char* memory;
   float *scores, *slopes;       // S^T and dP^T: [keys][queries]
-  float *turned_q, *turned_g;   // words of Q^T and dO^T: [depth (/ 2)][queries]
+  float *transposed_q, *transposed_g;   // words of Q^T and dO^T: [depth (/ 2)][queries]
   float *top, *inner;           // of each query: the logarithm of its sum, dO * O
   float *sum_q, *sum_k, *sum_v;  // [queries][depth], [all keys][depth], [all keys][depth_v]
-  T *weights, *tangents, *turned;     // P^T and dS^T: [keys][queries], dS: [queries][keys]
+  T *weights, *tangents, *transposed;     // P^T and dS^T: [keys][queries], dS: [queries][keys]
   T *paired_q, *paired_g, *paired_k;  // rows by pairs, where products want such
 
   AttentionGradientTile(const AttentionGradient& gradient, float factor)
@@ -42,11 +42,11 @@ template <class T, class M> struct AttentionGradientTile {
     const int64_t own = tile + (pairs ? 2 * tile + queries * depths + keys * a.depth : 0);
     memory = (char*)aligned_alloc(64, (floats * 4 + own * (int64_t)sizeof(T) + 63) / 64 * 64);
     scores = (float*)memory, slopes = scores + tile;
-    turned_q = slopes + tile, turned_g = turned_q + queries * a.depth;
-    top = turned_g + queries * a.depth_v, inner = top + queries;
+    transposed_q = slopes + tile, transposed_g = transposed_q + queries * a.depth;
+    top = transposed_g + queries * a.depth_v, inner = top + queries;
     sum_q = inner + queries, sum_k = sum_q + queries * a.depth, sum_v = sum_k + a.keys * a.depth;
-    turned = (T*)(sum_v + a.keys * a.depth_v);
-    weights = pairs ? turned + tile : (T*)scores, tangents = pairs ? weights + tile : (T*)slopes;
+    transposed = (T*)(sum_v + a.keys * a.depth_v);
+    weights = pairs ? transposed + tile : (T*)scores, tangents = pairs ? weights + tile : (T*)slopes;
     paired_q = tangents + tile, paired_g = paired_q + queries * a.depth, paired_k = paired_g + queries * a.depth_v;
   }
   ~AttentionGradientTile() { free(memory); }
@@ -65,7 +65,7 @@ template <class T, class M> struct AttentionGradientTile {
     return {room, n};
   }
   // m rows of n elements -> words of their columns
-  DICP_INLINE void turn(const T* from, int64_t row, int64_t m, int64_t n, float* to) {
+  DICP_INLINE void transpose_rows(const T* from, int64_t row, int64_t m, int64_t n, float* to) {
     if constexpr (pairs) bring((const float*)from, 1, row / 2, n / 2, m, to, queries);
     else bring(from, 1, row, n, m, to, queries);
   }
@@ -98,7 +98,7 @@ template <class T, class M> struct AttentionGradientTile {
           store(tangents + at, d[r], Full());
         }
         transpose(d);
-        for (int q = 0; q < count(lanes); ++q) store(turned + (c + q) * keys + r0, d[q], Full());
+        for (int q = 0; q < count(lanes); ++q) store(transposed + (c + q) * keys + r0, d[q], Full());
       });
   }
 
@@ -119,8 +119,8 @@ template <class T, class M> struct AttentionGradientTile {
   void block(const T* grad, const T* q, const T* k, const T* v, const M* mask, bool causal, int64_t first, int64_t m,
              T* dq) {
     const T *const rows_q = q + first * a.q[2], *const rows_g = grad + first * g.grad[2];
-    turn(rows_q, a.q[2], m, a.depth, turned_q);
-    turn(rows_g, g.grad[2], m, a.depth_v, turned_g);
+    transpose_rows(rows_q, a.q[2], m, a.depth, transposed_q);
+    transpose_rows(rows_g, g.grad[2], m, a.depth_v, transposed_g);
     const Block right_q = right(rows_q, a.q[2], m, a.depth, paired_q);
     const Block right_g = right(rows_g, g.grad[2], m, a.depth_v, paired_g);
     const int64_t end = causal ? least_of(first + m, a.keys) : a.keys;
@@ -128,14 +128,14 @@ template <class T, class M> struct AttentionGradientTile {
     for (int64_t k0 = 0; k0 < end; k0 += keys) {
       const int64_t n = least_of(end - k0, keys);
       const T *const rows_k = k + k0 * a.k[2], *const rows_v = v + k0 * a.v[2];
-      product(n, m, a.depth, rows_k, a.k[2], (const T*)turned_q, queries, scores, queries, false);
-      product(n, m, a.depth_v, rows_v, a.v[2], (const T*)turned_g, queries, slopes, queries, false);
+      product(n, m, a.depth, rows_k, a.k[2], (const T*)transposed_q, queries, scores, queries, false);
+      product(n, m, a.depth_v, rows_v, a.v[2], (const T*)transposed_g, queries, slopes, queries, false);
       differentiate(first, m, k0, n, mask, causal);
       float *const to_v = sum_v + k0 * a.depth_v, *const to_k = sum_k + k0 * a.depth;
       product(n, a.depth_v, even(m), weights, queries, right_g.at, right_g.row, to_v, a.depth_v, true);
       product(n, a.depth, even(m), tangents, queries, right_q.at, right_q.row, to_k, a.depth, true);
       const Block right_k = right(rows_k, a.k[2], n, a.depth, paired_k);
-      product(m, a.depth, even(n), turned, keys, right_k.at, right_k.row, sum_q, a.depth, k0 > 0);
+      product(m, a.depth, even(n), transposed, keys, right_k.at, right_k.row, sum_q, a.depth, k0 > 0);
     }
     put(sum_q, m, a.depth, dq + first * g.q[2], g.q[2]);
   }

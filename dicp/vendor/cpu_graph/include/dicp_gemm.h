@@ -9,7 +9,7 @@ namespace dicp {
 // those rows stay in its second-level cache.
 constexpr int64_t ROW_TILE = 128;
 struct TileShape { int64_t rows, columns; };
-// WIDE: rows of x that have to be turned meet more columns. Each as measured with such vectors (docs/cpu_graph.md).
+// WIDE: rows of x that have to be transposed meet more columns. Each as measured with such vectors (docs/cpu_graph.md).
 constexpr bool SHORT_VECTORS = LANES < 16;
 constexpr TileShape LONG{512, SHORT_VECTORS ? 256 : 128}, WIDE{SHORT_VECTORS ? 256 : 128, 512};
 constexpr int64_t SHALLOW = SHORT_VECTORS ? 2 * DEPTH_TILE : INT64_MAX;  // depths whose sums may lie in the result

@@ -1,6 +1,6 @@
 // y^T = w^T x^T, for few rows and a w that lies along the depth. The micro-kernel reads the columns of w as they are
-// stored, in runs that the hardware foresees, while it computes; turned are x, once for all threads, and the result. A
-// block of w that is turned beforehand, as in dicp_gemm.h, is waited for, which is half of the time of 32 rows.
+// stored, in runs that the hardware foresees, while it computes; transposed are x, once for all threads, and the result. A
+// block of w that is transposed beforehand, as in dicp_gemm.h, is waited for, which is half of the time of 32 rows.
 #pragma once
 #include "dicp_brgemm.h"
 #include "dicp_product.h"
@@ -45,20 +45,20 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
   }
 
   // from depth k on; what columns without a row of x hold goes into sums that nobody reads
-  void turn_x(int64_t k, float* turned) const {
+  void transpose_x(int64_t k, float* transposed) const {
     const int64_t some = least(g.depth - k, DEPTH_TILE);
-    float* const to = turned + k / in_word * width;
+    float* const to = transposed + k / in_word * width;
     if constexpr (pairs) bring((const float*)(x + k), 1, g.x[1] / in_word, some / in_word, g.rows, to, width);
     else bring(x + k * g.x[2], g.x[2], g.x[1], some, g.rows, to, width);
   }
 
   // n columns of y from `column` on
-  void panel(int64_t column, int64_t n, const float* turned, float* sums) const {
+  void panel(int64_t column, int64_t n, const float* transposed, float* sums) const {
     float *const strip = sums + PANEL * width, *const block = strip + STRIP * PANEL;
     for (int64_t k = 0; k < g.depth; k += deep) {
       const int64_t some = least(g.depth - k, deep);
       const W* const from = w + k + column * g.w[2];
-      const Word* const right = (const Word*)(turned + k / in_word * width);
+      const Word* const right = (const Word*)(transposed + k / in_word * width);
       if constexpr (as_stored) {
         products(n, width, some, from, g.w[2], right, width, sums, width, k > 0);
       } else {
@@ -80,7 +80,7 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
 
   // not 0 where memory is short or the micro-kernels raised
   int32_t run(Workspace space, int64_t threads) const {
-    float *const turned = space.take(floats_of_x()), *const memory = space.take(threads * floats());
+    float *const transposed = space.take(floats_of_x()), *const memory = space.take(threads * floats());
     if (!memory) return 1;
     const int64_t units = (g.columns + FEW - 1) / FEW;
     int64_t panels = (g.columns + PANEL - 1) / PANEL;
@@ -89,13 +89,13 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
 #pragma omp parallel reduction(| : failed) num_threads(threads)
     {
 #pragma omp for
-      for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) turn_x(k, turned);
+      for (int64_t k = 0; k < g.depth; k += DEPTH_TILE) transpose_x(k, transposed);
 #pragma omp for schedule(dynamic)
       for (int64_t p = 0; p < panels; ++p) {
         if (failed) continue;
         const int64_t first = p * units / panels * FEW, last = (p + 1) * units / panels * FEW;
         try {
-          panel(first, least(last, g.columns) - first, turned, memory + omp_get_thread_num() * floats());
+          panel(first, least(last, g.columns) - first, transposed, memory + omp_get_thread_num() * floats());
         } catch (...) {
           failed = 1;
         }

@@ -1,4 +1,4 @@
-"""Rows that are reduced, and read or stored along another axis: blocks of them are turned together."""
+"""Rows that are reduced, and read or stored along another axis: blocks of them are transposed together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Store
 from dicp.vendor.cpu_graph.loops import choose_shape
-from dicp.vendor.cpu_graph.turned import TurnedRows, find_turned_rows
+from dicp.vendor.cpu_graph.transposed_loads import TransposedRows, find_transposed_rows
 
 Fn = Callable[..., Any]
 
@@ -50,12 +50,12 @@ def test_norms_whose_result_is_wanted_turned(dtype: torch.dtype, columns: int) -
     """Whole blocks of rows and a last one of fewer; columns that fill vectors, and a tail of them."""
     x = torch.randn(3, 83, columns).to(dtype)
     got, text = compiled(norm, x)
-    assert "store_turned(" in text and "store_strided(" not in text
+    assert "store_transposed(" in text and "store_strided(" not in text
     torch.testing.assert_close(got.double(), norm(x.double()), **tolerance(dtype))
 
 
 def test_other_reductions_and_results() -> None:
-    """Two results stored turned, of other dtypes, one as it lies, and one of a row alone."""
+    """Two results stored transposed, of other dtypes, one as it lies, and one of a row alone."""
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = torch.softmax(x, -1)
@@ -63,7 +63,7 @@ def test_other_reductions_and_results() -> None:
 
     x = torch.randn(2, 70, 48)
     got, text = compiled(fn, x)
-    assert text.count("store_turned(") == 2
+    assert text.count("store_transposed(") == 2
     for a, b in zip(got, fn(x), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -76,21 +76,21 @@ def test_norms_of_transposed_operands(dtype: torch.dtype, columns: int) -> None:
 
     x, y = torch.randn(3, 83, columns).to(dtype), torch.randn(3, columns, 83).to(dtype)
     got, text = compiled(fn, x, y)
-    assert text.count("load_turned(") == 1 and "load_strided(" not in text
+    assert text.count("load_transposed(") == 1 and "load_strided(" not in text
     torch.testing.assert_close(got.double(), fn(x.double(), y.double()), **tolerance(dtype))
 
 
-def rows_of(value: Expr, buffer: str = "out", turned: bool = False) -> TurnedRows | None:
-    """What lies turned in a kernel that sums rows of x and adds the sum to them, with a value that may,
-    or the store where `turned`."""
+def rows_of(value: Expr, buffer: str = "out", transposed: bool = False) -> TransposedRows | None:
+    """What lies transposed in a kernel that sums rows of x and adds the sum to them, with a value that may,
+    or the store where `transposed`."""
     i, r = Var("i", 83), Var("r", 64)
     x, total = load("x", ix.of(i) * 64 + ix.of(r)), Expr("ref", ("total",), torch.float32)
     both = Expr("add", (Expr("add", (x, value), torch.float32), total), torch.float32)
-    at = ix.of(r) * 83 + ix.of(i) if turned else ix.of(i) * 64 + ix.of(r)
+    at = ix.of(r) * 83 + ix.of(i) if transposed else ix.of(i) * 64 + ix.of(r)
     body = (Reduce(("total",), "sum", x), Store(buffer, at, both))
     params = tuple(Param(n, torch.float32, n == buffer) for n in ("x", "y", "out"))
     kernel = Kernel("rows", (Axis(i), Axis(r, reduced=True)), params, (), body)
-    return find_turned_rows(kernel, choose_shape(kernel, 16), 16)
+    return find_transposed_rows(kernel, choose_shape(kernel, 16), 16)
 
 
 def load(name: str, at: ix.Index) -> Expr:
@@ -101,16 +101,16 @@ def test_loads_and_stores_that_stay() -> None:
     """Under a condition there may be nothing to load; and what the kernel writes may be written by another
     row of the block."""
     i, r = Var("i", 83), Var("r", 64)
-    turned = load("y", ix.of(r) * 83 + ix.of(i))
-    found = rows_of(turned)
-    assert found is not None and found.loads == (turned,) and not found.stores
+    transposed = load("y", ix.of(r) * 83 + ix.of(i))
+    found = rows_of(transposed)
+    assert found is not None and found.loads == (transposed,) and not found.stores
     limit, zero = Expr("const", (60,), torch.int64), Expr("const", (0.0,), torch.float32)
     exists = Expr("lt", (Expr("index", (ix.of(r),), torch.int64), limit), torch.bool)
-    assert rows_of(Expr("masked", (exists, turned, zero), torch.float32)) is None
-    assert rows_of(turned, buffer="y") is None
-    stored = rows_of(zero, turned=True)
+    assert rows_of(Expr("masked", (exists, transposed, zero), torch.float32)) is None
+    assert rows_of(transposed, buffer="y") is None
+    stored = rows_of(zero, transposed=True)
     assert stored is not None and len(stored.stores) == 1 and not stored.loads
-    assert rows_of(zero, buffer="x", turned=True) is None  # rows of other blocks are read from there yet
+    assert rows_of(zero, buffer="x", transposed=True) is None  # rows of other blocks are read from there yet
 
 
 def test_rows_of_a_symbolic_number() -> None:
@@ -121,12 +121,12 @@ def test_rows_of_a_symbolic_number() -> None:
         torch._dynamo.mark_static(x, 2)
         with observe(seen.append):
             torch.testing.assert_close(fn(x), norm(x))
-    assert len(seen) == 1 and "store_turned(" in "".join(seen[0].program.sources.values())
+    assert len(seen) == 1 and "store_transposed(" in "".join(seen[0].program.sources.values())
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 64), (2, 83, 5), (1, 16, 64), (2, 40, 40_000)])
 def test_too_few_or_too_long_rows_are_stored_one_by_one(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     got, text = compiled(norm, x)
-    assert "store_turned(" not in text
+    assert "store_transposed(" not in text
     torch.testing.assert_close(got, norm(x))

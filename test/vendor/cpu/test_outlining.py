@@ -9,7 +9,7 @@ import torch
 from expecttest import TestCase
 
 from dicp.compiler import Compiled, observe
-from dicp.vendor.cpu_graph.sharing import Emitted, share
+from dicp.vendor.cpu_graph.outlining import Emitted, outline
 
 SCALED = """\
 // mul    model.py:{line}
@@ -33,7 +33,7 @@ def scaled(name: str, n: int, m: int, line: int = 1, factor: str = "64.0f") -> E
 
 class Texts(TestCase):
     def test_kernels_of_two_sizes(self) -> None:
-        (found,) = share([scaled("mul_a", 64, 128, 7), scaled("mul_b", 32, 256, 8)])
+        (found,) = outline([scaled("mul_a", 64, 128, 7), scaled("mul_b", 32, 256, 8)])
         self.assertEqual(found.origins, ("model.py:7", "model.py:8"))
         self.assertExpectedInline(
             found.text,
@@ -65,7 +65,7 @@ extern "C" __attribute__((visibility("default"))) void mul_b(const float* b0, fl
 
 
 def test_what_does_not_vary_stays_a_number() -> None:
-    (found,) = share([scaled("mul_a", 64, 128), scaled("mul_b", 32, 128)])
+    (found,) = outline([scaled("mul_a", 64, 128), scaled("mul_b", 32, 128)])
     assert "i1 < 128;" in found.text and "mul_a_of_sizes(b0, b1, 32);" in found.text
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_shared(other: Emitted) -> None:
         e.text.replace("\nvoid ", '\nextern "C" __attribute__((visibility("default"))) void ')
         for e in (first, other)
     ]
-    assert [s.text for s in share([first, other])] == exported
+    assert [s.text for s in outline([first, other])] == exported
 
 
 def blocks(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 
-class Home:
+class ProgramDevice:
     """Of a graph. kind: the type of device that the vendor runs programs on here; None where it does not say:
     then the type that it serves, `served`, if there is a tensor of it, or that of the first tensor.
 
@@ -58,4 +58,4 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in vals if isinstance(v, torch.Tensor)]
 
 
-__all__ = ["Home"]
+__all__ = ["ProgramDevice"]

@@ -20,7 +20,7 @@ CLOSE = 256  # part of the peak above the lowest that is as good, if fewer leave
 LEVELS = [2 ** (-k / 2) for k in range(1, 11)]  # parts of the full arena that are tried
 
 
-def leaving(
+def spilled(
     temporaries: Sequence[Lifetime],
     others: Iterable[Lifetime],
     items: int,

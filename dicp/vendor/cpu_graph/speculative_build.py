@@ -26,7 +26,7 @@ from dicp.vendor.cpu_graph.expression import STORAGE
 log = logging.getLogger("dicp.build")
 
 
-def compile_ahead(gm: fx.GraphModule, config: Config) -> threading.Thread | None:
+def build_speculatively(gm: fx.GraphModule, config: Config) -> threading.Thread | None:
     """Start compiling what Dynamo's graph will need and the cache lacks, one after another; None where it is
     nothing. What fails here is of no consequence: the compile that follows does it again, and says."""
     if config.no_compile or config.numerics == "eager" or torch.is_autocast_enabled("cpu"):
@@ -120,4 +120,4 @@ def _unit(name: str, parameters: str, source: str, effort: Any = "full") -> Unit
     return Unit(name, source, effort=effort)
 
 
-__all__ = ["compile_ahead"]
+__all__ = ["build_speculatively"]

@@ -27,7 +27,7 @@ _SIZE = re.compile(
             r"(?<=\d < )\d+(?=;)|(?<=block < )\d+(?=;)",  # the bound of a loop
             r"(?<=LANES <= )\d+(?=[;)])|(?<=lanes_left\()\d+(?= - )|(?<![\w.])\d+(?= - block)",  # of its tail
             r"(?<![\w.])\d+(?= \* (?:i\d|block))",  # a step
-            r"(?<=, )\d+(?=, (?:lanes|turned|\d+, columns))",  # a stride
+            r"(?<=, )\d+(?=, (?:lanes|transposed|\d+, columns))",  # a stride
             r"(?<=double\()\d+(?=\))",  # a count
         )
     )
@@ -62,7 +62,7 @@ class _Form:
         return (self.parameters, *(_COMMENT.sub("", p) for p in self.pieces))
 
 
-def share(kernels: Sequence[Emitted]) -> list[Emitted]:
+def outline(kernels: Sequence[Emitted]) -> list[Emitted]:
     """Source of all the kernels, which are exported: those that differ in sizes only as one text, named after
     the first."""
     groups: dict[tuple[str, ...], list[_Form]] = {}
@@ -106,4 +106,4 @@ def _shared(forms: Sequence[_Form]) -> Emitted:
     return Emitted(first.of.name, text, tuple(dict.fromkeys(o for f in forms for o in f.of.origins)))
 
 
-__all__ = ["LEAST", "Emitted", "share"]
+__all__ = ["LEAST", "Emitted", "outline"]

@@ -9,8 +9,8 @@ from expecttest import TestCase
 from lowered import compiled
 
 from dicp.ir.kernel import show
+from dicp.vendor.cpu_graph.index_set_splitting import MOST, Range, split_ranges
 from dicp.vendor.cpu_graph.loops import choose_shape
-from dicp.vendor.cpu_graph.ranges import MOST, Range, split_ranges
 
 
 def ranges(fn, *shapes) -> list[Range]:

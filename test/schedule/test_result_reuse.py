@@ -12,9 +12,9 @@ from lowered import Kernels, compiled
 
 import dicp.compiler
 from dicp.ir import index as ix
-from dicp.schedule.borrow import SMALLEST, Lender, borrowed
 from dicp.schedule.lifetime import Lifetime
 from dicp.schedule.memory import plan_memory
+from dicp.schedule.result_reuse import SMALLEST, Lender, borrowed
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import matmul
 

@@ -17,11 +17,11 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, accessed, rewrite_body
+from dicp.vendor.cpu_graph.lane_strides import lane_repeats, lane_stride
 from dicp.vendor.cpu_graph.loops import choose_shape
-from dicp.vendor.cpu_graph.walks import repeats_of, step_of
 
 
-def split_divided(kernel: Kernel, lanes: int) -> Kernel:
+def split_axes(kernel: Kernel, lanes: int) -> Kernel:
     """The kernel, with the axis of its vectors in parts where an element takes fewer operations then."""
     positions = [i for i in accessed(kernel.body) if not _read(i)]
     if not any(isinstance(a, (ix.Div, ix.Mod)) for i in positions for a in ix.atoms(i)):
@@ -49,8 +49,8 @@ class _Walk(enum.IntEnum):
 
 
 def _walk(i: Index, axis: Axis, lanes: int) -> _Walk:
-    step = step_of(i, axis.var, lanes)
-    if step in (0, 1) or repeats_of(i, axis.var, lanes) is not None:
+    step = lane_stride(i, axis.var, lanes)
+    if step in (0, 1) or lane_repeats(i, axis.var, lanes) is not None:
         return _Walk.TOGETHER
     return _Walk.DIVIDED if step is None else _Walk.APART
 
@@ -107,4 +107,4 @@ def _with_axes(kernel: Kernel, axis: Axis, lengths: list[int]) -> Kernel:
     return replace(kernel, axes=(*kernel.axes[:at], *parts, *kernel.axes[at + 1 :]), body=tuple(body))
 
 
-__all__ = ["split_divided"]
+__all__ = ["split_axes"]

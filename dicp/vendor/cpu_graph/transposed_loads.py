@@ -1,17 +1,17 @@
-"""Loads that lie turned: along another axis than the one that a kernel writes along.
+"""Loads that lie transposed: along another axis than the one that a kernel writes along.
 
 A vector of such a load takes each element from a cache line of its own, and the lines are mostly gone when
 the next vector wants their next elements; where strides are powers of two they share one set of the cache.
-So LANES vectors are loaded along the other axis, turned in registers and kept in a tile (`Turned` of
+So LANES vectors are loaded along the other axis, transposed in registers and kept in a tile (`Transposed` of
 include/dicp_memory.h), whose columns the kernel reads:
 
-    for outer.. { for blocks of the other axis { for vectors { turn; for the block { compute, store } } } }
+    for outer.. { for blocks of the other axis { for vectors { transpose; for the block { store } } } }
 
-A row that is reduced, and read or stored turned besides (a norm whose result is wanted transposed, or of a
-transposed operand), would be read and written an element to a cache line as well: LANES rows are kept on the
-stack, and turned together (`load_turned`, `store_turned`):
+A row that is reduced, and read or stored transposed besides (a norm whose result or operand is transposed),
+would be read and written an element to a cache line as well: LANES rows are kept on the stack, and transposed
+together (`load_transposed`, `store_transposed`):
 
-    for outer.. { for blocks of the other axis { turn; for the block { reduce, compute, keep } turn, store } }
+    for outer.. { for blocks of the other axis { transpose; for the block { reduce } transpose, store } }
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_KEPT = 1 << 16
 
 
 @dataclass(frozen=True)
-class Turned:
+class TransposedLoads:
     """The axis along which the loads lie, the axes around the tiles, and the loads."""
 
     axis: Axis
@@ -39,24 +39,24 @@ class Turned:
     loads: tuple[Expr, ...]
 
 
-def find_turned(kernel: Kernel, shape: Shape, lanes: int) -> Turned | None:
+def find_transposed(kernel: Kernel, shape: Shape, lanes: int) -> TransposedLoads | None:
     """What a pointwise kernel had better read in tiles: nothing where an axis fills no vector, or blocks are
     too few for all threads."""
     along = shape.vector
     if along is None or not _fills(along, lanes):
         return None
     unmasked = dict.fromkeys(e for s in kernel.body for e in _unmasked(s.value) if e.op == "load")
-    found: list[Turned] = []
+    found: list[TransposedLoads] = []
     for axis in shape.outer:
-        loads = tuple(e for e in unmasked if _lies_turned(e.args[1], along, axis))
+        loads = tuple(e for e in unmasked if _lies_transposed(e.args[1], along, axis))
         outer = tuple(a for a in shape.outer if a is not axis)
         if loads and _fills(axis, lanes) and not few(outer, axis.size, lanes):
-            found.append(Turned(axis, outer, loads))
+            found.append(TransposedLoads(axis, outer, loads))
     return max(found, key=lambda t: len(t.loads), default=None)
 
 
 @dataclass(frozen=True)
-class TurnedRows:
+class TransposedRows:
     """The axis along which some loads and stores of a row kernel lie, the axes around its blocks, and those
     loads and stores."""
 
@@ -66,7 +66,7 @@ class TurnedRows:
     stores: tuple[Store, ...]
 
 
-def find_turned_rows(kernel: Kernel, shape: Shape, lanes: int) -> TurnedRows | None:
+def find_transposed_rows(kernel: Kernel, shape: Shape, lanes: int) -> TransposedRows | None:
     """What a row kernel had better read and store in blocks of rows: nothing where rows are not of a known
     size that a stack holds, or blocks too few for all threads."""
     along = shape.vector
@@ -76,31 +76,31 @@ def find_turned_rows(kernel: Kernel, shape: Shape, lanes: int) -> TurnedRows | N
     read = {e.args[0] for s in kernel.body for e in expressions(s) if e.op == "load"}
     written = {s.buffer for s in kernel.body if isinstance(s, Store)}
     unmasked = dict.fromkeys(e for s in kernel.body for e in _unmasked(s.value) if e.op == "load")
-    found: list[TurnedRows] = []
+    found: list[TransposedRows] = []
     for axis in shape.outer:
         loads = tuple(
-            e for e in unmasked if e.args[0] not in written and _lies_turned(e.args[1], along, axis)
+            e for e in unmasked if e.args[0] not in written and _lies_transposed(e.args[1], along, axis)
         )
         stores = tuple(
             s
             for s in kernel.body
             if isinstance(s, Store) and s.mode == "set" and s.buffer not in read
-            if _lies_turned(s.index, along, axis) and not ix.may_be_empty(s.index)
+            if _lies_transposed(s.index, along, axis) and not ix.may_be_empty(s.index)
         )
         outer = tuple(a for a in shape.outer if a is not axis)
         element = sum(sizes[name] for name in (*(e.args[0] for e in loads), *(s.buffer for s in stores)))
         fits = along.size >= lanes and lanes * along.size * element <= MAX_KEPT
         if element and fits and _fills(axis, lanes) and not few(outer, axis.size, lanes):
-            found.append(TurnedRows(axis, outer, loads, stores))
+            found.append(TransposedRows(axis, outer, loads, stores))
     return max(found, key=lambda t: len(t.loads) + len(t.stores), default=None)
 
 
-def block_of_rows(buffer: str, i: ix.Index, turned: TurnedRows, along: Axis, block: str) -> str:
-    """Where a block of rows lies turned: its first element, and from one of a row to the next."""
+def block_of_rows(buffer: str, i: ix.Index, transposed: TransposedRows, along: Axis, block: str) -> str:
+    """Where a block of rows lies transposed: its first element, and from one of a row to the next."""
     split = ix.coefficient(i, along.var)
     assert split is not None
     start, stride = (
-        index_text(x, lambda a: block if a == turned.axis.var else a.name)  # type: ignore[attr-defined]
+        index_text(x, lambda a: block if a == transposed.axis.var else a.name)  # type: ignore[attr-defined]
         for x in (split[1], split[0])
     )
     return f"{buffer} + {start}, {stride}"
@@ -110,7 +110,7 @@ def _fills(axis: Axis, lanes: int) -> bool:
     return not isinstance(axis.size, int) or axis.size >= lanes
 
 
-def _lies_turned(i: ix.Index, along: Axis, axis: Axis) -> bool:
+def _lies_transposed(i: ix.Index, along: Axis, axis: Axis) -> bool:
     if any(isinstance(a, ix.Opaque) for a in ix.atoms(i)) or not ix.moves_by_one(i, axis.var):
         return False
     split = ix.coefficient(i, along.var)
@@ -129,24 +129,33 @@ def _unmasked(*roots: Expr) -> Iterator[Expr]:
         open_ += fresh
 
 
-def tiles(turned: Turned, along: Axis, block: str, writer: ExpressionWriter, scope: Scope) -> None:
+def tiles(
+    transposed: TransposedLoads, along: Axis, block: str, writer: ExpressionWriter, scope: Scope
+) -> None:
     """Declares the tiles of a block in `scope`, where a vector of `along` begins; `writer` then reads
     them."""
-    name = turned.axis.var.name
-    for e in turned.loads:
+    name = transposed.axis.var.name
+    for e in transposed.loads:
         buffer, i = e.args[0], e.args[1]
         split = ix.coefficient(i, along.var)
         assert split is not None
         tile = writer.fresh("tile")
         start, stride = (
-            index_text(x, lambda a: block if a == turned.axis.var else a.name)  # type: ignore[attr-defined]
+            index_text(x, lambda a: block if a == transposed.axis.var else a.name)  # type: ignore[attr-defined]
             for x in (i, split[0])
         )
         scope.lines += [
-            f"Turned<{STORAGE[writer.params[buffer]]}> {tile};",
+            f"TransposedLoads<{STORAGE[writer.params[buffer]]}> {tile};",
             f"{tile}.load({buffer} + {start}, {stride}, lanes, columns);",
         ]
         writer.replaced[e] = lambda s, tile=tile: f"load({tile}.column({name} - {block}), lanes)"  # type: ignore[misc]
 
 
-__all__ = ["Turned", "TurnedRows", "block_of_rows", "find_turned", "find_turned_rows", "tiles"]
+__all__ = [
+    "TransposedLoads",
+    "TransposedRows",
+    "block_of_rows",
+    "find_transposed",
+    "find_transposed_rows",
+    "tiles",
+]

@@ -22,7 +22,7 @@ from torch.utils._sympy.functions import (
 )
 
 import dicp.compiler
-from dicp.runtime.host import HostFunction, host_number, host_size, number, python_text
+from dicp.runtime.host_numbers import HostFunction, host_number, host_size, number, python_text
 
 a, b = sympy.symbols("a b", integer=True, nonnegative=True)
 INTEGERS = [

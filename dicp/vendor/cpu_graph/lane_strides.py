@@ -10,7 +10,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Poly, Var
 
 
-def step_of(i: Index, axis: Var, lanes: int) -> Index | None:
+def lane_stride(i: Index, axis: Var, lanes: int) -> Index | None:
     """By how much it grows from lane to lane; None where that differs between lanes. Nothing in it is read
     from memory."""
     split = ix.coefficient(i, axis)
@@ -29,9 +29,9 @@ def step_of(i: Index, axis: Var, lanes: int) -> Index | None:
     return step
 
 
-def repeats_of(i: Index, axis: Var, lanes: int) -> int | None:
+def lane_repeats(i: Index, axis: Var, lanes: int) -> int | None:
     """How many lanes read an element, the next ones the element behind it; None where they do not so."""
-    if step_of(i, axis, lanes) == 0:
+    if lane_stride(i, axis, lanes) == 0:
         return lanes
     moving = [(mono, factor) for mono, factor in i.terms if any(ix.depends(ix.of(a), axis) for a in mono)]  # type: ignore[union-attr]
     if len(moving) != 1 or moving[0][1] != 1 or len(moving[0][0]) != 1:
@@ -46,7 +46,7 @@ def _atom_step(a: ix.Atom, axis: Var, lanes: int) -> int | None:
         return 1
     if not isinstance(a, (ix.Div, ix.Mod)) or not isinstance(a.den, int):
         return None
-    if step_of(a.num, axis, lanes) == 0:
+    if lane_stride(a.num, axis, lanes) == 0:
         return 0
     if a.den % lanes:
         return None
@@ -64,4 +64,4 @@ def _begins_vectors(i: Index, axis: Var, lanes: int) -> bool:
     return rest % lanes == 0 if isinstance(rest, int) else all(c % lanes == 0 for _, c in rest.terms)
 
 
-__all__ = ["repeats_of", "step_of"]
+__all__ = ["lane_repeats", "lane_stride"]

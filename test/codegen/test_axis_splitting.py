@@ -7,8 +7,8 @@ from expecttest import TestCase
 from lowered import compiled
 
 from dicp.ir.kernel import show
+from dicp.vendor.cpu_graph.axis_splitting import split_axes
 from dicp.vendor.cpu_graph.codegen import emit
-from dicp.vendor.cpu_graph.divided import split_divided
 
 
 def last(fn, *shapes):
@@ -32,7 +32,7 @@ class TestText(TestCase):
 
     def test_channels_of_a_group(self) -> None:
         kernel = last(norm, (1, 4, 4, 48), (48,), (48,))
-        self.assertExpectedInline(show(split_divided(kernel, 16), notes=False), """\
+        self.assertExpectedInline(show(split_axes(kernel, 16), notes=False), """\
 kernel mul(arg0_1: f32, buf3: f32, buf5: f32, arg1_1: f32, arg2_1: f32, buf6: f32*)
   for i0 < 16, i1_0 < 4, i1_1 < 12
   v0: f32 = arg0_1[48*i0 + 12*i1_0 + i1_1]
@@ -49,7 +49,7 @@ kernel mul(arg0_1: f32, buf3: f32, buf5: f32, arg1_1: f32, arg2_1: f32, buf6: f3
 
     def test_windows_as_rows(self) -> None:
         kernel = last(windows, (1, 4, 4, 32))
-        self.assertExpectedInline(show(split_divided(kernel, 16), notes=False), """\
+        self.assertExpectedInline(show(split_axes(kernel, 16), notes=False), """\
 kernel mul(arg0_1: f32, buf1: f32*)
   for i0 < 2, i1 < 2, i2_0 < 32, i2_1 < 3, i2_2 < 3
   v0: f32 = arg0_1[128*i0 + 32*i1 + i2_0 + 128*i2_1 + 32*i2_2]
@@ -59,7 +59,7 @@ kernel mul(arg0_1: f32, buf1: f32*)
 
 def test_quotients_by_several() -> None:
     kernel = last(lambda x, y, z: x * 2 + y.repeat_interleave(6) + z.repeat_interleave(30), (210,), (35,), (7,))
-    assert [a.size for a in split_divided(kernel, 16).axes] == [7, 5, 6]
+    assert [a.size for a in split_axes(kernel, 16).axes] == [7, 5, 6]
 
 
 def test_nothing_is_gathered_then() -> None:
@@ -69,16 +69,16 @@ def test_nothing_is_gathered_then() -> None:
 
 def test_elements_that_fill_vectors_evenly_are_repeated() -> None:
     kernel = last(norm, (1, 4, 4, 32), (32,), (32,))
-    assert split_divided(kernel, 16) is kernel
+    assert split_axes(kernel, 16) is kernel
     assert "load_repeated<8>" in emit(kernel, "f", 16)
 
 
 def test_an_axis_stays_whose_length_has_no_such_parts() -> None:
     kernel = last(lambda x: x.repeat_interleave(3)[:50] * 2, (20,))
-    assert split_divided(kernel, 16) is kernel
+    assert split_axes(kernel, 16) is kernel
 
 
 def test_an_axis_stays_whose_parts_fill_no_vector() -> None:
     """Functions would be computed for three elements at a time, not for fifteen."""
     kernel = last(lambda x, y: (x.repeat_interleave(3) * y).tanh().exp().tanh().exp().tanh(), (5,), (15,))
-    assert split_divided(kernel, 16) is kernel
+    assert split_axes(kernel, 16) is kernel

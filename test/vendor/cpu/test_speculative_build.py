@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dicp.vendor.cpu_graph import foresee
+from dicp.vendor.cpu_graph import speculative_build
 from dicp.vendor.cpu_graph.assemble import SegmentWriter
 from dicp.vendor.cpu_graph.build import Build, Unit
 from dicp.vendor.cpu_graph.claims.common import onednn_has
@@ -57,7 +57,7 @@ def test_what_begins_is_what_the_program_calls(
         return template(self, function, parameters, source, *effort)
 
     ahead: list[Unit] = []
-    monkeypatch.setattr(foresee, "build", lambda units, config: ahead.extend(units))
+    monkeypatch.setattr(speculative_build, "build", lambda units, config: ahead.extend(units))
     monkeypatch.setattr(Build, "begin", noting)
     monkeypatch.setattr(SegmentWriter, "template", called)
     model = Block().to(dtype)
@@ -104,8 +104,8 @@ def test_what_fails_ahead_is_said_by_the_compile(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(foresee, "build", fail)
-    monkeypatch.setattr(foresee.log, "debug", lambda text, *args: said.put(text % args))
+    monkeypatch.setattr(speculative_build, "build", fail)
+    monkeypatch.setattr(speculative_build.log, "debug", lambda text, *args: said.put(text % args))
     conv, x = nn.Conv2d(64, 64, 3, padding=1), torch.randn(2, 64, 16, 16)
     with torch.no_grad():
         got = torch.compile(conv, backend="dicp_cpu", options={"cache_dir": str(tmp_path)})(x)

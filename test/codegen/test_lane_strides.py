@@ -6,7 +6,7 @@ import pytest
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
-from dicp.vendor.cpu_graph.walks import repeats_of, step_of
+from dicp.vendor.cpu_graph.lane_strides import lane_repeats, lane_stride
 
 V, ROW = Var("v", 4096), Var("row", 100)
 v, row = ix.of(V), ix.of(ROW)
@@ -36,7 +36,7 @@ v, row = ix.of(V), ix.of(ROW)
     ],
 )
 def test_steps(index: Index, step: Index | None) -> None:
-    assert step_of(index, V, 16) == step
+    assert lane_stride(index, V, 16) == step
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_steps(index: Index, step: Index | None) -> None:
     ],
 )
 def test_repeats(index: Index, repeats: int | None) -> None:
-    assert repeats_of(index, V, 16) == repeats
+    assert lane_repeats(index, V, 16) == repeats
