@@ -1,83 +1,105 @@
-"""Milliseconds of single operators under eager PyTorch and dicp_cpu, forward and gradient, on one thread.
+"""Single operators under eager PyTorch and dicp_cpu on one thread: milliseconds, forward and gradient.
 
-    python scripts/operators.py [REGEX]
+    python scripts/operators.py [REGEX] [--group NAME] [--all]
 
-The least of 20 calls each. Images are (4, 32, 56, 56); "cl" means channels-last.
+The least of some 20 calls each, which take at most half a second together. At the end are listed those that
+took more than 1.5 times eager's time and 0.05 ms more, the worst first; --all lists every one as it is
+measured. The cases are in scripts/operator_cases.py; "cl" means channels-last.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from operator_cases import Case, all_cases
 
 import dicp  # noqa: F401  (registers the backend where the package is not installed)
 
-Op = Callable[[torch.Tensor], torch.Tensor]
+CALLS, SECONDS = 20, 0.5
+BEHIND, NOISE = 1.5, 0.05  # times eager's time, and ms more, from which an operator is listed
 
-GRID = torch.rand(4, 56, 56, 2) * 2 - 1
-ROWS = torch.randint(0, 512, (512,))
-PLACES = torch.randint(0, 512, (512, 1024))
-IMAGES: dict[str, Op] = {
-    "bilinear x2": functools.partial(F.interpolate, scale_factor=2, mode="bilinear"),
-    "bilinear x1.7": functools.partial(F.interpolate, scale_factor=1.7, mode="bilinear"),
-    "nearest x2": functools.partial(F.interpolate, scale_factor=2, mode="nearest"),
-    "grid_sample": lambda x: F.grid_sample(x, GRID, align_corners=False),
-    "reflection padding": lambda x: F.pad(x, (2, 2, 2, 2), mode="reflect"),
-    "avg_pool 3x3 by 2": lambda x: F.avg_pool2d(x, 3, 2, 1),
-    "adaptive_avg_pool 5x5": lambda x: F.adaptive_avg_pool2d(x, 5),
-}
-ROWS_OF: dict[str, Op] = {
-    "index_add": lambda x: torch.zeros(512, 1024).index_add(0, ROWS, x),
-    "index_reduce mean": lambda x: torch.zeros(64, 1024).index_reduce(0, ROWS % 64, x, "mean"),
-    "scatter_add": lambda x: torch.zeros(512, 1024).scatter_add(0, PLACES, x),
-    "index_select": lambda x: x.index_select(0, ROWS),
-    "erfinv": lambda x: x.sigmoid().erfinv(),
-}
+
+@dataclass(frozen=True)
+class Line:
+    """Milliseconds of an operator, or of its gradient alone."""
+
+    name: str
+    eager: float
+    dicp: float
+
+    @property
+    def behind(self) -> bool:
+        return self.dicp > BEHIND * self.eager and self.dicp - self.eager > NOISE
+
+    def __str__(self) -> str:
+        return f"{self.name:36} {self.eager:9.3f} {self.dicp:9.3f} {self.dicp / self.eager:7.2f}"
 
 
 def least(call: Callable[[], object]) -> float:
-    """Milliseconds of the fastest of 20 calls."""
+    """Milliseconds of the fastest call."""
     call()
-    found = []
-    for _ in range(20):
+    found: list[float] = []
+    while len(found) < 3 or len(found) < CALLS and sum(found) < SECONDS:
         start = time.perf_counter()
         call()
         found.append(time.perf_counter() - start)
     return 1e3 * min(found)
 
 
-def measure(name: str, fn: Op, x: torch.Tensor, gradient: bool) -> None:
-    """Prints a line for the operator, and one for its gradient."""
+def measure(name: str, case: Case) -> Iterator[Line]:
+    """A line for the operator, and one for its gradient where it has one."""
     torch.compiler.reset()
-    arms = {"eager": fn, "dicp": torch.compile(fn, backend="dicp_cpu", dynamic=False)}
-    times = [f"{arm} {least(lambda f=f: f(x)):.2f}" for arm, f in arms.items()]  # type: ignore[misc]
-    print(f"{name}: {', '.join(times)}", flush=True)
-    if not gradient:
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    compiled = torch.compile(case.fn, backend="dicp_cpu", dynamic=False)
+    with torch.no_grad():
+        yield Line(name, *(least(lambda f=f: f(*inputs)) for f in (case.fn, compiled)))  # type: ignore[misc]
+    if not case.gradient:
         return
-    x, times = x.requires_grad_(), []
-    for arm, f in arms.items():
-        y = f(x)
-        back = functools.partial(torch.autograd.grad, y, x, torch.ones_like(y), retain_graph=True)
-        times.append(f"{arm} {least(back):.2f}")
-    print(f"{name}, gradient: {', '.join(times)}", flush=True)
+    leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
+    times = []
+    for fn in (case.fn, compiled):
+        results = [y for y in _tensors(fn(*inputs)) if y.requires_grad]
+        ones = [torch.ones_like(y) for y in results]
+        times.append(
+            least(functools.partial(torch.autograd.grad, results, leaves, ones, True, allow_unused=True))
+        )
+    yield Line(f"{name}, gradient", *times)
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("regex", nargs="?", default="")
+    parser.add_argument("--group", choices=list(all_cases()))
+    parser.add_argument("--all", action="store_true")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    wanted = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
-    for name, fn in IMAGES.items():
-        for suffix, order in (("", torch.contiguous_format), (" cl", torch.channels_last)):
-            if wanted.search(name + suffix):
-                measure(name + suffix, fn, torch.randn(4, 32, 56, 56).contiguous(memory_format=order), True)
-    for name, fn in ROWS_OF.items():
-        if wanted.search(name):
-            measure(name, fn, torch.randn(512, 1024), False)
+    lines = []
+    print(f"{'':36} {'eager':>9} {'dicp_cpu':>9} {'ratio':>7}")
+    for group, cases in all_cases().items():
+        for name, case in cases.items():
+            if given.group in (None, group) and re.search(given.regex, name):
+                for line in measure(name, case):
+                    lines.append(line)
+                    if given.all:
+                        print(line, flush=True)
+    behind = sorted((x for x in lines if x.behind), key=lambda x: x.eager / x.dicp)
+    print(f"\n{len(lines)} measured; behind eager by more than {BEHIND} times and {NOISE} ms: {len(behind)}")
+    for line in behind:
+        print(line)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ stores round.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Union
 
@@ -70,6 +72,8 @@ EXPENSIVE = frozenset(
     erf erfc erfinv lgamma digamma sigmoid pow atan2 hypot fmod remainder""".split()
 )
 
+LONG = 100  # characters of a text that is written out
+
 Number = bool | int | float
 Operand = Union["Expr", bool, int, float]
 
@@ -83,12 +87,13 @@ class Expr:
     """One scalar operation. `note` (op and user line, for comments in generated code) takes no part in
     equality."""
 
-    __slots__ = ("_children", "_hash", "args", "dtype", "note", "op")
+    __slots__ = ("_children", "_hash", "_key", "args", "dtype", "note", "op")
 
     def __init__(self, op: str, args: tuple[Any, ...], dtype: torch.dtype, note: str | None = None) -> None:
         self.op, self.args, self.dtype, self.note = op, args, dtype, note
         self._hash = hash((op, args, dtype, type(args[0]) if op == "const" else None))
         self._children: tuple[Expr, ...] | None = None
+        self._key: str | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -106,17 +111,19 @@ class Expr:
         )
 
     def __repr__(self) -> str:
-        if self.op == "const":
-            return f"{self.args[0]}"
-        if self.op == "index":
-            return f"[{self.args[0]}]"
-        if self.op == "ref":
-            return str(self.args[0])
-        if self.op == "load":
-            return f"{self.args[0]}[{self.args[1]}]"
-        if self.op == "cast":
-            return f"{NAMES[self.dtype]}({self.args[0]})"
-        return f"{self.op}({', '.join(map(repr, self.args))})"
+        return text(self, repr)
+
+    @property
+    def key(self) -> str:
+        """Its text, but of a long one the beginning and a digest: where operands are shared, each with all of
+        theirs, a whole text doubles with every step."""
+        if self._key is None:
+            for x in walk(self):
+                if x._key is None:
+                    whole = text(x, lambda operand: operand.key)
+                    digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+                    x._key = whole if len(whole) <= LONG else f"{whole[: LONG // 2]}..{digest}"
+        return self._key  # type: ignore[return-value]
 
     def depends(self, var: ix.Var) -> bool:
         """Whether the value changes with a loop variable (directly, or through a load's index)."""
@@ -335,6 +342,45 @@ def at_least(i: Index, n: Index) -> Expr:
     if low is not None and ix.nonnegative(low):
         return const(True, torch.bool)
     return Expr("ge", (index_value(i), index_value(n)), torch.bool)
+
+
+def text(x: Expr, operand: Callable[[Expr], str]) -> str:
+    """The operation as text. operand: what stands for each expression that it reads."""
+
+    def index_text(i: Index) -> str:
+        return ix.text(i, lambda a: f"<{operand(a.payload)}>")
+
+    def argument(a: Any) -> str:
+        if isinstance(a, Expr):
+            return operand(a)
+        if isinstance(a, (int, ix.Poly)) and not isinstance(a, bool):
+            return index_text(a)
+        if isinstance(a, tuple):
+            return f"({', '.join(map(argument, a))}{',' if len(a) == 1 else ''})"
+        return repr(a)
+
+    if x.op in ("const", "ref"):
+        return str(x.args[0])
+    if x.op == "index":
+        return f"[{index_text(x.args[0])}]"
+    if x.op == "load":
+        return f"{x.args[0]}[{index_text(x.args[1])}]"
+    if x.op == "cast":
+        return f"{NAMES[x.dtype]}({operand(x.args[0])})"
+    return f"{x.op}({', '.join(map(argument, x.args))})"
+
+
+def texts(x: Expr) -> list[str]:
+    """x as text: the last line, before it those of long operands that are read more than once."""
+    readers = Counter(c for e in walk(x) for c in set(children(e)))
+    names: dict[Expr, str] = {}
+    lines: list[str] = []
+    for e in walk(x):
+        names[e] = text(e, names.__getitem__)
+        if readers[e] > 1 and len(names[e]) > LONG // 4:
+            lines.append(f"v{len(lines)} = {names[e]}")
+            names[e] = f"v{len(lines) - 1}"
+    return [*lines, names[x]]
 
 
 def children(x: Expr) -> tuple[Expr, ...]:

@@ -82,9 +82,7 @@ class _Pair(Atom):
         )
 
     def __repr__(self) -> str:
-        num = f"({self.num})" if isinstance(self.num, Poly) and not self.num.is_atom else str(self.num)
-        den = f"({self.den})" if isinstance(self.den, Poly) and not self.den.is_atom else str(self.den)
-        return f"({num}{self.symbol}{den})"
+        return _atom_text(self, repr)
 
 
 class Div(_Pair):
@@ -101,10 +99,10 @@ class Opaque(Atom):
 
     payload: Any
     size: Index | None
-    key: str = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", f"<{self.payload}>")
+    @property
+    def key(self) -> str:  # type: ignore[override]
+        return f"<{getattr(self.payload, 'key', self.payload)}>"
 
     def __hash__(self) -> int:
         return hash(self.payload)
@@ -186,13 +184,32 @@ class Poly:
         return mod(other, self)
 
     def __repr__(self) -> str:
-        parts = []
-        for mono, coef in self.terms:
-            factors = [repr(a) for a in mono]
-            if coef != 1 or not factors:
-                factors.insert(0, str(coef))
-            parts.append("*".join(factors))
-        return " + ".join(parts)
+        return text(self, repr)
+
+
+def text(x: Index, opaque: Callable[[Opaque], str]) -> str:
+    """x as text. opaque: what stands for a value read at run time."""
+    if isinstance(x, int):
+        return str(x)
+    parts = []
+    for mono, coef in x.terms:
+        factors = [_atom_text(a, opaque) for a in mono]
+        if coef != 1 or not factors:
+            factors.insert(0, str(coef))
+        parts.append("*".join(factors))
+    return " + ".join(parts)
+
+
+def _atom_text(a: Atom, opaque: Callable[[Opaque], str]) -> str:
+    if isinstance(a, Opaque):
+        return opaque(a)
+    if not isinstance(a, _Pair):
+        return repr(a)
+    num, den = (
+        f"({text(x, opaque)})" if isinstance(x, Poly) and not x.is_atom else text(x, opaque)
+        for x in (a.num, a.den)
+    )
+    return f"({num}{a.symbol}{den})"
 
 
 def _atom_key(a: Atom) -> str:

@@ -231,7 +231,7 @@ def show(kernel: Kernel, notes: bool = True) -> str:
     names: dict[Expr, str] = {}
 
     def text_index(i: Index) -> str:
-        return repr(i)
+        return ix.text(i, lambda a: f"<{text(a.payload)}>")
 
     def text(x: Expr) -> str:
         if x.op == "const":

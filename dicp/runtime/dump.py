@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dicp.config import Config
+from dicp.ir.expr import texts
 from dicp.ir.kernel import show as show_kernel
 from dicp.ir.printer import show as show_graph
-from dicp.schedule.defs import Call, Pointwise, Reduction, Scatter
+from dicp.schedule.defs import Call, Pointwise, Reduction
 from dicp.schedule.kernels import Launch
 
 log = logging.getLogger("dicp")
@@ -96,14 +97,17 @@ def _bytes(n: Any) -> str:
 
 def _definition(d: Any) -> str:
     outs = ", ".join(b.name for b in d.outputs if b is not None)
+    if isinstance(d, Call):
+        return f"{outs} = {'library' if d.claim else 'extern'} {d.node.target}    # {d.note}"
+    *shared, value = texts(d.expr)
     if isinstance(d, Pointwise):
-        return f"{outs}{list(d.index)} = {d.expr}    # {d.note}"
-    if isinstance(d, Reduction):
+        line = f"{outs}{list(d.index)} = {value}"
+    elif isinstance(d, Reduction):
         word = "scan" if d.scan else "reduce"
-        return f"{outs}{list(d.index)} = {word} {d.kind} over {list(d.rvars)} of {d.expr}    # {d.note}"
-    if isinstance(d, Scatter):
-        return f"{outs}{list(d.target)} {d.mode}= {d.expr}    # {d.note}"
-    return f"{outs} = {'library' if d.claim else 'extern'} {d.node.target}    # {d.note}"
+        line = f"{outs}{list(d.index)} = {word} {d.kind} over {list(d.rvars)} of {value}"
+    else:
+        line = f"{outs}{list(d.target)} {d.mode}= {value}"
+    return "\n".join([*(f"  {s}" for s in shared), f"{line}    # {d.note}"])
 
 
 def _item(item: Any) -> str:

@@ -187,8 +187,8 @@ def searchsorted(b: Builder, node: torch.fx.Node, boundaries: Value, x: Any, *, 
 
 
 def search(boundaries: Value, x: Value, rows: Shape, shape: Shape, out: torch.dtype, right: bool) -> Value:
-    """How many boundaries of its row are below (right: not above) each x: a binary search, bit by bit. Both
-    are compared as they are stored: boundaries that were sorted have been."""
+    """How many boundaries of its row are below (right: not above) each x: a binary search, whose steps halve
+    what is left. Both are compared as they are stored: boundaries that were sorted have been."""
     count = boundaries.shape[-1]
     if not isinstance(count, int):
         raise Declined("search among a symbolic number of boundaries")
@@ -196,21 +196,25 @@ def search(boundaries: Value, x: Value, rows: Shape, shape: Shape, out: torch.dt
 
     def element(idx: Indices) -> Expr:
         value = ex.cast(ex.round_to(x(idx), x.dtype), wide)
-        found: Expr = s.const(0, torch.int64)
-        for bit in reversed(range(count.bit_length())):
-            probe = found + (1 << bit)
-            at = ix.of(ix.Opaque(probe - 1, count))
-            border = ex.masked(probe <= count, lambda at=at: ex.cast(  # type: ignore[misc]
-                ex.round_to(boundaries((*idx[:len(rows)], at)), boundaries.dtype), wide), 0)
+
+        def below(at: Index) -> Expr:
+            border = boundaries((*idx[:len(rows)], at))
+            border = ex.cast(ex.round_to(border, boundaries.dtype), wide)
             # "not above" is said so that NaN sorts last, as torch sorts it.
-            below = s.lnot(border > value) if right else s.lnot(border >= value)
-            found = ex.where(s.land(probe <= count, below), probe, found)
+            return s.lnot(border > value) if right else s.lnot(border >= value)
+
+        found: Expr = s.const(0, torch.int32 if count < 1 << 31 else torch.int64)
+        left = count  # those from `found` on among which the answer lies
+        while left:
+            step = (left + 1) // 2
+            first = ix.of(ix.Opaque(found, count - step + 1)) if left < count else 0
+            after = found + step if left < count else s.const(step, found.dtype)
+            found = ex.where(below(first + (step - 1)), after, found)
+            left -= step
         return ex.cast(found, out)
 
     return Value(shape, out, element)
 
-
-# --- writing
 
 def index_put(b: Builder, node: torch.fx.Node, x: Value, indices: list[Value | None], values: Value,
               accumulate: bool = False, *unsafe: Any) -> Value:

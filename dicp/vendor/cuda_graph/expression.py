@@ -349,7 +349,8 @@ class ExpressionWriter:
 
     def _atom(self, a: ix.Atom, scope: Scope, mask: Mask | None) -> str:
         if isinstance(a, ix.Opaque):
-            return self.write(a.payload, scope, mask)
+            found = self.write(a.payload, scope, mask)
+            return f"{found}.to(INDEX)" if a.payload.dtype == torch.int32 else found
         if isinstance(a, (ix.Div, ix.Mod)):
             low = ix.limit(a.num, upper=False)
             num, den = self.index(a.num, scope, mask), self.index(a.den, scope, mask)

@@ -170,22 +170,33 @@ template <class A, class B> DICP_INLINE auto pow_int(A x, B y) {
   else return pow_one<V>(x, y);
 }
 
-// The inverse of erf: Winitzki's approximation, then Newton steps on erf or (towards 1) on erfc, in double.
-inline double erfinv_f64(double x) {
-  const double a = x < 0 ? -x : x;
-  if (!(a < 1)) return a == 1 ? x * __builtin_inf() : __builtin_nan("");
-  if (a == 0) return x;
-  const double l = __builtin_log1p(-a * a), t = 4.330746750799873 + l / 2;     // 2 / (pi * 0.147)
-  double y = __builtin_sqrt(__builtin_sqrt(t * t - l / 0.147) - t);
-  for (int k = 0; k < 4; ++k) {
-    const double slope = 1.1283791670955126 * __builtin_exp(-y * y);
-    y -= a < 0.5 ? (__builtin_erf(y) - a) / slope : ((1 - a) - __builtin_erfc(y)) / slope;
+// The inverse of erf. Of floats: an odd polynomial near 0, else x P(w), w = -log(1 - x^2), with P in the root of w
+// for large w; all minimax.
+DICP_INLINE vf32 erfinv_f32(vf32 x) {
+  const vf32 s = x * x, w = -log(fma(-x, x, 1.0f)), mid = w - 2.5f, far = sqrt(w) - 3.143034f;
+  const vf32 o = horner(s, 0.2320137f, 0.127549f, 0.08682951f, 0.061007127f, 0.07787057f, -0.041581582f, 0.1554152f);
+  const vf32 p = horner(mid, 1.5014094f, 0.24664028f, -0.004177387f, -0.0012527419f, 0.00021834444f, -4.9633454e-06f,
+                        -3.4627044e-06f, 4.6617012e-07f, 2.3232625e-08f, -8.791018e-09f);
+  const vf32 q = horner(far, 2.9764233f, 1.003966f, 0.0067730993f, -0.005005027f, 0.0035379655f, -0.0025222905f,
+                        0.001313986f, -0.00011273537f, -0.00018147063f);
+  const vf32 y = where(lt(s, 0.36f), fma(s * x, o, x * 0.88622693f), x * where(lt(w, 5.0f), p, q));
+  return where(eq(abs(x), 1.0f), x * __builtin_inff(), y);
+}
+// Of doubles: Winitzki's approximation, then Halley's steps on erf or (towards 1) on erfc.
+template <class V> DICP_INLINE V erfinv_f64(V x) {
+  const V a = abs(x), l = log1p(-a * a), t = 4.330746750799873 + 0.5 * l;      // 2 / (pi * 0.147)
+  V y = sqrt(sqrt(t * t - l / 0.147) - t);
+  for (int k = 0; k < 3; ++k) {
+    const V miss = where(lt(a, 0.5), erf(y) - a, (1.0 - a) - erfc(y));
+    const V step = miss / (1.1283791670955126 * exp(-y * y));
+    y = y - step / (1.0 + y * step);
   }
-  return x < 0 ? -y : y;
+  return where(eq(a, 1.0), x * __builtin_inf(), copysign(y, x));
 }
 template <class V> DICP_INLINE V erfinv(V x) {
-  if constexpr (is_vec<V>) return each_lane([](auto v) { return (decltype(v))erfinv_f64(v); }, x);
-  else return (V)erfinv_f64(x);
+  if constexpr (same<V, vf32>) return erfinv_f32(x);
+  else if constexpr (same<V, float>) return (float)erfinv_f64((double)x);
+  else return erfinv_f64(x);
 }
 
 // The value of the last active lane: what a loop over the lanes would have written last.
