@@ -240,8 +240,8 @@ def show(kernel: Kernel, notes: bool = True) -> str:
             return str(x.args[0])
         return names[x]
 
-    def define(root: Expr) -> None:
-        for x in walk(root):
+    def define(s: Statement) -> None:
+        for x in expressions(s):
             if x in names or x.op in ("const", "ref"):
                 continue
             names[x] = f"v{len(names)}"
@@ -255,7 +255,7 @@ def show(kernel: Kernel, notes: bool = True) -> str:
             lines.append(f"  {names[x]}: {NAMES[x.dtype]} = {rhs}{note}")
 
     for s in kernel.body:
-        define(s.value)
+        define(s)
         if isinstance(s, Store):
             lines.append(
                 f"  {s.buffer}[{text_index(s.index)}] {_STORE_SIGN[s.mode]} {text(s.value)}"

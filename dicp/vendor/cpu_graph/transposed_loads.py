@@ -2,8 +2,8 @@
 
 A vector of such a load takes each element from a cache line of its own, and the lines are mostly gone when
 the next vector wants their next elements; where strides are powers of two they share one set of the cache.
-So LANES vectors are loaded along the other axis, transposed in registers and kept in a tile (`Transposed` of
-include/dicp_memory.h), whose columns the kernel reads:
+So LANES vectors are loaded along the other axis, transposed in registers and kept in a `TransposedTile` of
+include/dicp_memory.h, whose columns the kernel reads:
 
     for outer.. { for blocks of the other axis { for vectors { transpose; for the block { store } } } }
 
@@ -145,7 +145,7 @@ def tiles(
             for x in (i, split[0])
         )
         scope.lines += [
-            f"TransposedLoads<{STORAGE[writer.params[buffer]]}> {tile};",
+            f"TransposedTile<{STORAGE[writer.params[buffer]]}> {tile};",
             f"{tile}.load({buffer} + {start}, {stride}, lanes, columns);",
         ]
         writer.replaced[e] = lambda s, tile=tile: f"load({tile}.column({name} - {block}), lanes)"  # type: ignore[misc]

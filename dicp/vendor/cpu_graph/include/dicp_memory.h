@@ -205,7 +205,7 @@ DICP_INLINE vec<T> load_repeated(const T* p, N lanes, M... m) {
 
 // Elements of LANES rows, `stride` apart, whose columns can be loaded as vectors. Rows beyond `lanes` and columns beyond
 // `columns` are neither read nor defined.
-template <class T> struct Transposed {
+template <class T> struct TransposedTile {
   alignas(64) T tile[LANES * LANES];
   template <class N> DICP_INLINE void load(const T* p, int64_t stride, N lanes, int64_t columns) {
     if constexpr (sizeof(T) <= 4 && same<N, Full>)
@@ -225,7 +225,7 @@ template <class T> struct Transposed {
 // rows[k * n + j] = p[j * stride + k], of n columns of up to LANES rows
 template <class T> inline void load_transposed(T* rows, const T* p, int64_t stride, int64_t n, int64_t count) {
   for (int64_t j = 0; j < n; j += LANES) {
-    Transposed<T> tile;
+    TransposedTile<T> tile;
     if (n - j >= LANES) {
       tile.load(p + j * stride, stride, Full{}, count);
       for (int64_t k = 0; k < count; ++k) __builtin_memcpy(rows + k * n + j, tile.column(k), LANES * sizeof(T));
@@ -239,7 +239,7 @@ template <class T> inline void load_transposed(T* rows, const T* p, int64_t stri
 // p[j * stride + k] = rows[k * n + j]
 template <class T> inline void store_transposed(T* p, int64_t stride, const T* rows, int64_t n, int64_t count) {
   for (int64_t j = 0; j < n; j += LANES) {
-    Transposed<T> tile;
+    TransposedTile<T> tile;
     const int64_t columns = n - j < LANES ? n - j : LANES;
     if (count == LANES) {
       tile.load(rows + j, n, Full{}, columns);
