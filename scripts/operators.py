@@ -3,9 +3,8 @@
     python scripts/operators.py [REGEX] [--group NAME] [--all]
 
 The least of some 20 calls each, which take at most half a second together. At the end are listed those that
-took more than 1.5 times eager's time and 0.1 ms more (what a compiled function checks before it runs takes half of that), the worst
-first; --all lists every one as it is
-measured. The cases are in scripts/operator_cases.py; "cl" means channels-last.
+took more than 1.5 times eager's time and 0.1 ms more (guards take up to half of that), the worst first; --all
+lists every one as it is measured. The cases are in scripts/operator_cases.py; "cl" means channels-last.
 """
 
 from __future__ import annotations

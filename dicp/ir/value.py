@@ -55,6 +55,10 @@ class Builder(Protocol):
     def realize(self, value: Value) -> Value:
         """The same tensor, computed once and read from memory."""
 
+    def kept(self, value: Value) -> Value:
+        """The same tensor, of which each element is read at many: computed once where the memory costs less
+        than making it again."""
+
     def reduce(
         self,
         kind: ReduceKind,

@@ -15,7 +15,6 @@ import torch
 from torch._ops import OpOverload
 
 from dicp import compat
-from dicp.ir.expr import LOW_PRECISION
 from dicp.ops import foreach, quantized
 from dicp.ops.table import table
 
@@ -60,7 +59,7 @@ def decomposition_table(
         elif row.rule is None:
             wanted = op._opname in OPENED
         else:
-            wanted = not kernels and op in core
+            wanted = not kernels and (op in core or op in own)
         if wanted:
             out[op] = fn
     return out | _of_some_uses(out) if kernels else out
@@ -180,10 +179,7 @@ def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -
 
 def grid_sampler(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
     """torch's, which loses what eager makes of NaN in a grid: of border and reflection (padding 1, 2) the
-    first pixel, in bilinear sums (mode 0) NaN. The nearest pixels (mode 1) of a grid of low precision are
-    aten's on the CPU, as their gradients are: it works out there in that precision which they are."""
-    if mode == 1 and grid.dtype in LOW_PRECISION and grid.device.type == "cpu":
-        return NotImplemented
+    first pixel, in bilinear sums (mode 0) NaN."""
     sample = compat.torch_decompositions()[torch.ops.aten.grid_sampler_2d.default]
     if padding != 0 and mode != 2:
         grid = torch.where(grid.isnan(), -1, grid)

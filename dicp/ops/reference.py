@@ -88,6 +88,9 @@ class Reference:
     def realize(self, value: Value) -> Value:
         return self.input(self.evaluate(value), value.shape)
 
+    def kept(self, value: Value) -> Value:
+        return value
+
     def reduce(self, kind: ReduceKind, shape: Shape, extent: Shape, dtype: torch.dtype,
                fn: Callable[[Indices, Indices], Expr]) -> Value:
         grid = self._grid((shape, extent))

@@ -109,6 +109,7 @@ def rows() -> Iterator[Row]:
         normalization,
         pooling,
         reductions,
+        sampling,
         scans,
         special,
         views,
@@ -127,6 +128,7 @@ def rows() -> Iterator[Row]:
         indexing,
         joining,
         pooling,
+        sampling,
         libraries,
     ):
         yield from module.rows()

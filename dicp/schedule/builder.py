@@ -99,7 +99,10 @@ class DefinitionBuilder:
         idx = self.index_vars(value.shape)
         expr = value(idx)
         buffer = self.new_buffer(value.shape, value.dtype, strides or self.strides_of(value.shape, node))
-        self.out.defs.append(Pointwise((buffer,), note_of(node), loop_vars(idx), expr, idx))
+        note = note_of(node or self.node)
+        if expr.note is None and expr.op not in ("at", "const", "index"):
+            expr.note = note
+        self.out.defs.append(Pointwise((buffer,), note, loop_vars(idx), expr, idx))
         return self.memo(buffer.value())
 
     def _node_of(self, value: Value) -> fx.Node | None:
@@ -151,6 +154,9 @@ class DefinitionBuilder:
         ):
             return value
         return self.named(value, self._node_of(value))
+
+    def kept(self, value: Value) -> Value:
+        return value if self.out.machine.launch_bytes else self.realize(value)
 
     def reduce(
         self,

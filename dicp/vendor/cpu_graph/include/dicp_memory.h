@@ -138,6 +138,12 @@ template <class N, class F> DICP_INLINE void for_active(N lanes, vbool m, F f) {
     if (m.m[i]) f(i);
 }
 
+DICP_INLINE isa::Mask mask_in(Full, vbool m) { return isa::mask_of(m.m); }
+DICP_INLINE isa::Mask mask_in(Lanes lanes) { return isa::mask_of(lanes.n); }
+DICP_INLINE isa::Mask mask_in(Lanes lanes, vbool m) {
+  return (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n));
+}
+
 // gather: p[idx[i]], load_strided: p[i * stride], load_repeated: p[i / times]
 template <class T, class I, int... i> DICP_INLINE vec<T> gather_full(const T* p, I idx, isa::Seq<i...>) {
   auto r = (const raw<T>*)p;
@@ -149,6 +155,8 @@ template <class T, class I, class N, class... M>
 DICP_INLINE vec<T> gather(const T* p, I idx, N lanes, M... m) {
   if constexpr (same<N, Full> && sizeof...(M) == 0) {
     return gather_full(p, idx, isa::seq<sizeof(T) == 8 ? LANES / 2 : LANES>());
+  } else if constexpr (sizeof(T) == 4 && same<I, vi32>) {
+    return decode<T>(isa::gather_rows((const raw<T>*)p, idx, mask_in(lanes, m...)));
   } else {
     raw<T> buffer[LANES] = {};
     for_active(lanes, m..., [&](int i) { buffer[i] = ((const raw<T>*)p)[idx[i]]; });
