@@ -212,6 +212,8 @@ def cast(x: Expr, dtype: torch.dtype) -> Expr:
         return x
     if x.op == "const" and not (isinstance(x.args[0], float) and not dtype.is_floating_point):
         return const(_held(x) if dtype == torch.float64 else x.args[0], dtype)
+    if x.op == "where" and dtype.is_floating_point and x.args[1].op == x.args[2].op == "const":
+        return where(x.args[0], cast(x.args[1], dtype), cast(x.args[2], dtype))
     return Expr("cast", (x,), dtype)
 
 

@@ -313,6 +313,21 @@ class Adaptive:
             return ex.const(True, torch.bool)
         return s.land(ex.less(i, self.out), within(h, self.start(i), self.end(i)))
 
+    def containing(
+        self, b: Builder, k: int, dtype: torch.dtype
+    ) -> Callable[[Index], tuple[Expr, Index, Expr]]:
+        """Of a position, the k-th of the windows that contain it: whether there is one, which it is, and the
+        share that an element has of it. Where windows differ, kept for all positions; -1 stands for none."""
+        def window(h: Index) -> Index:
+            return self.owner(h) + k
+
+        if self.uniform is not None:
+            return lambda h: (self.holds(window(h), h), window(h), 1 / self.count(window(h), dtype))
+        own = b.kept(Value((self.size,), torch.int32, lambda at: ex.cast(
+            ex.where(self.holds(window(at[0]), at[0]), ex.index_value(window(at[0])), -1), torch.int32)))
+        shares = b.kept(Value((self.size,), dtype, lambda at: 1 / self.count(window(at[0]), dtype)))
+        return lambda h: (own((h,)) >= 0, ix.of(ix.Opaque(own((h,)), self.out)), shares((h,)))
+
     def count(self, i: Index, dtype: torch.dtype) -> Expr:
         return ex.cast(ex.index_value(self.end(i) - self.start(i)), dtype)
 
@@ -359,14 +374,17 @@ def adaptive_avg_pool_backward(n: int) -> Rule:
         need_float(x)
         ws = adaptive(x.shape, grad.shape, n)
         wide = ex.compute_dtype(grad.dtype)
+        containing = [[w.containing(b, k, wide) for k in range(w.overlap)] for w in ws]
 
         def element(idx: Indices, j: Indices) -> Expr:
             lead, h = idx[:len(idx) - n], idx[len(idx) - n:]
-            o = tuple(w.owner(i) + k for w, i, k in zip(ws, h, j, strict=True))
-            inside: Expr = ex.const(True, torch.bool)
-            for w, i, p in zip(ws, o, h, strict=True):
-                inside = s.land(inside, w.holds(i, p))
-            return ex.masked(inside, lambda: grad((*lead, *o)) / shares(ws, o, wide), 0)
+            inside, share = ex.const(True, torch.bool), s.const(1, wide)
+            o: list[Index] = []
+            for axis, k, at in zip(containing, j, h, strict=True):
+                exists, window, part = axis[k](at)  # type: ignore[index]
+                inside, share = s.land(inside, exists), share * part
+                o.append(window)
+            return ex.masked(inside, lambda: grad((*lead, *o)) * share, 0)
 
         return total(b, x.shape, tuple(w.overlap for w in ws), grad.dtype, element)
 

@@ -208,8 +208,9 @@ class _KernelWriter:
         pending: list[tuple[Store, str, str, str]] = []
         for s in stores:
             assert isinstance(s, Store)
-            value = self.writer.write(s.value, scope)
             how, where = self.writer.place(s.buffer, s.index, scope, None)
+            copied = self._copied(s, scope) if how == "" else None
+            value = copied or self.writer.write(s.value, scope)
             if how != "one" and not self.writer.is_vector(s.value):
                 value = f"splat<{VECTOR[s.value.dtype]}>({value})"
             elif how == "one" and self.writer.is_vector(s.value):
@@ -224,6 +225,20 @@ class _KernelWriter:
             there = [f"{self.writer.index(n, scope)} > 0" for n in ix.may_be_empty(s.index)]
             held = f"if ({' && '.join(there)}) " if there else ""
             scope.lines.append(held + self._store(s, how, where, value, scope) + note)
+
+    def _copied(self, s: Store, scope: Scope) -> str | None:
+        """The bits of what is stored as it was loaded, in a narrow dtype: they need no conversion."""
+        params, value = self.writer.params, s.value
+        if s.mode != "set" or id(s) in self.kept or value.op != "load" or value in self.writer.replaced:
+            return None
+        if params[value.args[0]] != params[s.buffer] or params[s.buffer].itemsize >= 4:
+            return None
+        how, where = self.writer.place(value.args[0], value.args[1], scope, None)
+        if how != "":
+            return None
+        name = self.writer.fresh("bits")
+        scope.lines.append(f"const auto {name} = load_bits({where}, {scope.lanes});")
+        return name
 
     def _store(self, s: Store, how: str, where: str, value: str, scope: Scope) -> str:
         if s.mode != "set":

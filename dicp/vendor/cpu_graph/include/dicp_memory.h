@@ -127,6 +127,17 @@ template <class T, class V> DICP_INLINE void store(T* p, V v, One, bool m) {
   if (m) *p = encode_one<T>(v);
 }
 
+// Bits: elements on their way from one place to another, as they are stored
+template <class T> struct Bits { isa::rows<raw<T>> rows; };
+template <class T> DICP_INLINE Bits<T> load_bits(const T* p, Full) { return {isa::load_rows((const raw<T>*)p)}; }
+template <class T> DICP_INLINE Bits<T> load_bits(const T* p, Lanes lanes) {
+  return {isa::load_rows((const raw<T>*)p, isa::mask_of(lanes.n))};
+}
+template <class T> DICP_INLINE void store(T* p, Bits<T> bits, Full) { isa::store_rows((raw<T>*)p, bits.rows); }
+template <class T> DICP_INLINE void store(T* p, Bits<T> bits, Lanes lanes) {
+  isa::store_rows((raw<T>*)p, bits.rows, isa::mask_of(lanes.n));
+}
+
 // for_active: f(lane) for the lanes that are covered, and in m
 DICP_INLINE int count(Full) { return LANES; }
 DICP_INLINE int count(Lanes lanes) { return lanes.n; }
