@@ -18,6 +18,7 @@ from dicp.passes.layout import choose_layout
 from dicp.passes.pack import pack_weights
 from dicp.passes.pad_channels import pad_channels
 from dicp.passes.rewrite_attention import rewrite_attention
+from dicp.passes.rewrite_complex import rewrite_complex
 from dicp.passes.rewrite_conv import rewrite_conv
 from dicp.passes.rewrite_conv1d import rewrite_conv1d
 from dicp.passes.rewrite_dot import rewrite_dot
@@ -68,6 +69,7 @@ class OnPass(Protocol):
 
 PASSES: tuple[Pass, ...] = (
     Pass("canonicalize", lambda gm, vendor: canonicalize(gm), "first: patterns then have one spelling", True),
+    Pass("rewrite_complex", rewrite_complex, "before the rewrites of what is real then"),
     Pass("rewrite_dropout", lambda gm, vendor: rewrite_dropout(gm), "before what it would stop", True),
     Pass("rewrite_norm", lambda gm, vendor: rewrite_norm(gm), "any time after the first"),
     Pass("rewrite_scatter", rewrite_scatter, "any time after the first"),

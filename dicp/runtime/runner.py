@@ -411,17 +411,24 @@ class Runner:
         if root in self.plan.borrowed:
             return self._within(v)
         name = self._tensor_name(v.buffer.name)
-        dtype = v.buffer.dtype
-        if v.buffer.kind == "input" and dtype.is_complex and v.seen_as == dtype.to_real():
+        owner, seen_as = self._owner(v), self._seen_as(v)
+        if owner.kind == "input" and owner.dtype.is_complex and seen_as == owner.dtype.to_real():
             name = f"parts({name})"
-        elif v.seen_as is not None:
-            first = f"{name}.storage_offset() * {dtype.itemsize} // {v.seen_as.itemsize}"
-            return f"within({name}, {first} + {self._text(v.offset)}, {shape}, {strides}, {v.seen_as})"
-        owner = self.lowered.buffers.get(root, v.buffer)
+        elif seen_as is not None:
+            first = f"{name}.storage_offset() * {owner.dtype.itemsize} // {seen_as.itemsize}"
+            return f"within({name}, {first} + {self._text(v.offset)}, {shape}, {strides}, {seen_as})"
         whole = v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides
-        if whole and v.seen_as is None:
+        if whole and seen_as is None:
             return name
         return f"{name}.as_strided({shape}, {strides}, {name}.storage_offset() + {self._text(v.offset)})"
+
+    def _owner(self, v: View) -> Buffer:
+        """The buffer whose memory the view's lies in."""
+        return self.lowered.buffers.get(self.plan.find(v.buffer.name), v.buffer)
+
+    def _seen_as(self, v: View) -> torch.dtype | None:
+        """The dtype as which memory is read, where the owner's is another: parts of complex numbers, say."""
+        return v.seen_as or (v.buffer.dtype if v.buffer.dtype != self._owner(v).dtype else None)
 
     def _within(self, v: View) -> str:
         """A window on a temporary that lies in a result's memory."""

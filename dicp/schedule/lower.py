@@ -172,6 +172,14 @@ class Lowering(DefinitionBuilder):
         else:
             self.values[node] = attr
 
+    def _pairs(self, x: Buffer) -> Value:
+        """A complex tensor's real and imaginary parts, where they lie."""
+        buffer = self.new_buffer(
+            (*x.shape, 2), x.dtype.to_real(), (*(2 * s for s in x.strides), 1), "alias"
+        )
+        buffer.base = x
+        return buffer.value()
+
     def _call(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
             return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -211,6 +219,8 @@ class Lowering(DefinitionBuilder):
             slice_bounds(self, node)  # the elements are a library's work
         if is_misuse(node):
             return misused(self, node)
+        if node.target is aten.view_as_real.default and isinstance(self.values[node.args[0]], Buffer):
+            return self._pairs(self.values[node.args[0]])
         if node in self.claims:
             return library(self, node, self.claims[node])
         row = table().get(node.target)

@@ -25,10 +25,16 @@ CHEAP_COST = 6
 """An expression up to this cost is recomputed by every reader, where it is read from one value, or from no
 more bytes for each element than it has itself: a value less its mean."""
 CHEAP_FREE_COST = 24  # likewise without any load: masks, position ids, constants
+JOINED = 2
+"""Tensors laid side by side, up to which each is made where it is laid: of more, a vendor may make all at
+every place, and choose."""
 MANY = 8  # readings of an element from which on it is looked up once
 TABLE_COST = 2
 """A value along one axis alone that is made of its index, read so often and of this cost, is a table where a
 kernel costs nothing to launch: the pixels that an image's column is interpolated from."""
+
+
+_JOINING = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 
 
 class Readers:
@@ -93,6 +99,8 @@ class Readers:
         own, most = self.hint(ix.product(shape)), 1.0
         for user in node.users:
             val = user.meta.get("val")
+            if user.target in _JOINING and len(user.args[0]) <= JOINED and user.args[0].count(node) == 1:
+                continue  # each element at one place
             if isinstance(val, torch.Tensor) and not reduces(user):
                 most = max(most, self.hint(ix.product(self.sizes(val.shape))) / max(own, 1))
                 if is_view(user):

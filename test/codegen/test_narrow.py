@@ -41,7 +41,7 @@ kernel reflection_pad1d(arg0_1: f32, buf1: f32*)
   v2: i32 = sub(39:i32, v1)
   v3: i32 = abs(v2)
   v4: i32 = sub(39:i32, v3)
-  v5: f32 = arg0_1[<sub(39, abs(sub(39, abs([-2 + i1]))))> + 40*i0]
+  v5: f32 = arg0_1[<v4> + 40*i0]
   buf1[43*i0 + i1] = v5""")
 
 

@@ -53,6 +53,11 @@ template <class T, class V, class K> EMULATED void store(T* p, V v, K k) {
 EMULATED v16c load16c(const char* p, v16c other, mask16 k) { return load(p, other, k); }
 EMULATED v16s load16s(const short* p, v16s other, mask16 k) { return load(p, other, k); }
 EMULATED v16i load16i(const int* p, v16i other, mask16 k) { return load(p, other, k); }
+EMULATED v16i gather16i(v16i other, const int* p, v16i at, mask16 k, int) {  // of elements of 4 bytes
+  for (int i = 0; i < 16; ++i)
+    if (k >> i & 1) other[i] = p[at[i]];
+  return other;
+}
 EMULATED v8l load8l(const long long* p, v8l other, mask8 k) { return load(p, other, k); }
 EMULATED void store16c(char* p, v16c v, mask16 k) { store(p, v, k); }
 EMULATED void store16s(short* p, v16s v, mask16 k) { store(p, v, k); }
@@ -175,6 +180,7 @@ EMULATED mask8 compare(v8d a, v8d b, int test, int, int) {
 #define __builtin_ia32_loaddquqi128_mask ::emulated::load16c
 #define __builtin_ia32_loaddquhi256_mask ::emulated::load16s
 #define __builtin_ia32_loaddqusi512_mask ::emulated::load16i
+#define __builtin_ia32_gathersiv16si ::emulated::gather16i
 #define __builtin_ia32_loaddqudi512_mask ::emulated::load8l
 #define __builtin_ia32_storedquqi128_mask ::emulated::store16c
 #define __builtin_ia32_storedquhi256_mask ::emulated::store16s

@@ -104,7 +104,7 @@ kernel add(arg1_1: i64, arg0_1: f32, t0: f32*)
   for i0 < 3, i1 < 4
   v0: i64 = arg1_1[i0]
   v1: i64 = check(v0, 9:i64, 1, 0)
-  v2: f32 = arg0_1[4*<check(arg1_1[i0], 9, 1, 0)> + i1]
+  v2: f32 = arg0_1[4*<v1> + i1]
   v3: f32 = add(v2, 1.0:f32)
   t0[4*i0 + i1] = v3
 """,
@@ -121,7 +121,9 @@ kernel add(arg1_1: i64, arg0_1: f32, t0: f32*)
 kernel index_copy(arg2_1: f32, arg1_1: i64, t0: f32*)
   for i0 < 2, i1 < 4
   v0: f32 = arg2_1[4*i0 + i1]
-  t0[4*<check(arg1_1[0], 6, 0, 0)> + 24*i0 + i1] = v0
+  v1: i64 = arg1_1[0]
+  v2: i64 = check(v1, 6:i64, 0, 0)
+  t0[4*<v2> + 24*i0 + i1] = v0
 """,
         )
         assert p.plan.find(p.launches[0].buffers[-1].name) == "arg0_1"

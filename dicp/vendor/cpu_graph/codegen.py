@@ -21,6 +21,7 @@ from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.axis_splitting import split_axes
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
 from dicp.vendor.cpu_graph.index_set_splitting import split_ranges
+from dicp.vendor.cpu_graph.interleaving import are_pairs, split_pairs
 from dicp.vendor.cpu_graph.loops import (
     Shape,
     around,
@@ -44,12 +45,16 @@ from dicp.vendor.cpu_graph.transposed_loads import (
     tiles,
 )
 
+Pending = tuple[Store, str, str, str]
+"""A store, how it reaches its place and where that is (`ExpressionWriter.place`), and the value's name."""
+
 MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
 
 
 def emit(kernel: Kernel, name: str, lanes: int) -> str:
     """One C++ function `name(buffers.., sizes.., [err])` for a kernel."""
-    return _KernelWriter(canonical_with_notes(split_axes(kernel, lanes)), name, lanes).function()
+    split = split_axes(split_pairs(kernel, lanes), lanes)
+    return _KernelWriter(canonical_with_notes(split), name, lanes).function()
 
 
 def canonical_with_notes(kernel: Kernel) -> Kernel:
@@ -205,7 +210,7 @@ class _KernelWriter:
 
     def _stores(self, stores: list[Statement], scope: Scope) -> None:
         """All values first, then all stores: a store may overwrite what a later value loads."""
-        pending: list[tuple[Store, str, str, str]] = []
+        pending: list[Pending] = []
         for s in stores:
             assert isinstance(s, Store)
             how, where = self.writer.place(s.buffer, s.index, scope, None)
@@ -217,7 +222,7 @@ class _KernelWriter:
                 # an expanded result: every lane writes the same place
                 value = f"last_lane({value}, {scope.lanes})"
             pending.append((s, how, where, value))
-        for s, how, where, value in pending:
+        for s, how, where, value in self._without_pairs(pending, scope):
             note = f"  // {s.note}" if s.note and s.value.op in ("const", "load", "index", "ref") else ""
             if id(s) in self.kept:
                 scope.lines.append(f"store({self.kept[id(s)]}, {value}, {scope.lanes});{note}")
@@ -225,6 +230,23 @@ class _KernelWriter:
             there = [f"{self.writer.index(n, scope)} > 0" for n in ix.may_be_empty(s.index)]
             held = f"if ({' && '.join(there)}) " if there else ""
             scope.lines.append(held + self._store(s, how, where, value, scope) + note)
+
+    def _without_pairs(self, pending: list[Pending], scope: Scope) -> list[Pending]:
+        """Writes the stores that fill a buffer in turn; the others."""
+        left: list[Pending] = []
+        for s, how, where, value in pending:
+            first = next((p for p in left if how == "_strided" and self._are_pairs(p[0], s)), None)
+            if first is None:
+                left.append((s, how, where, value))
+                continue
+            left.remove(first)
+            there = self.writer.first(s.buffer, first[0].index, scope)
+            scope.lines.append(f"store_pairs({there}, {first[3]}, {value}, {scope.lanes});")
+        return left
+
+    def _are_pairs(self, first: Store, second: Store) -> bool:
+        kept = id(first) in self.kept or id(second) in self.kept
+        return not kept and are_pairs(first, second, self.writer.vector_var, self.lanes)
 
     def _copied(self, s: Store, scope: Scope) -> str | None:
         """The bits of what is stored as it was loaded, in a narrow dtype: they need no conversion."""

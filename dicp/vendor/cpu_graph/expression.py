@@ -378,6 +378,10 @@ class ExpressionWriter:
             return "", f"{buffer} + {base}"
         return "_strided", f"{buffer} + {base}, {self._base(step, scope, mask)}"
 
+    def first(self, buffer: str, i: Index, scope: Scope) -> str:
+        """Where the first lane lies."""
+        return f"{buffer} + {self._base(i, scope, None)}"
+
     def _apart(self, buffer: str, i: Index, scope: Scope, mask: Mask | None) -> str:
         """Where the lanes read apart: memory, and the index of each. In 32 bits what differs between lanes
         and is small, since 64-bit lanes have no quotients and hardly products."""

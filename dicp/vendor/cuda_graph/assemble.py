@@ -323,10 +323,9 @@ class DeviceRunner(Runner):
                 return self._within(v)
             offset = ix.floordiv(at, v.buffer.dtype.itemsize) + v.offset
             return f"window({self.names[lender]}, {shape}, {strides}, {self._text(offset)})"
-        if v.seen_as is not None:
+        if self._seen_as(v) is not None:
             return super()._window(v)
-        name = self._tensor_name(v.buffer.name)
-        owner = self.lowered.buffers.get(root, v.buffer)
+        name, owner = self._tensor_name(v.buffer.name), self._owner(v)
         if v.offset == 0 and v.shape == owner.shape and v.strides == owner.strides:
             return name
         return f"window({name}, {shape}, {strides}, {self._text(v.offset)})"

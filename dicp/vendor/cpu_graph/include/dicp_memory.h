@@ -178,8 +178,20 @@ struct Stride {  // the index vector 0, stride, 2 stride, .. without computing i
   int64_t stride;
   DICP_INLINE int64_t operator[](int i) const { return i * stride; }
 };
+// every_other: p[2 i] as the halves of two registers, of which the second begins an element sooner: not beyond the last
+template <class T, int... i> DICP_INLINE isa::reg<T> every_other(const T* p, isa::Seq<i...>) {
+  const auto low = isa::load_rows(p), high = isa::load_rows(p + LANES - 1);
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(low, high, (2 * i < LANES ? 2 * i : 2 * i + 1)...);
+#else
+  using At = isa::reg<choose<sizeof(T) == 4, int32_t, choose<sizeof(T) == 2, int16_t, int8_t>>>;
+  return __builtin_shuffle(low, high, At{(2 * i < LANES ? 2 * i : 2 * i + 1)...});
+#endif
+}
 template <class T, class N, class... M>
 DICP_INLINE vec<T> load_strided(const T* p, int64_t stride, N lanes, M... m) {
+  if constexpr (same<N, Full> && sizeof...(M) == 0 && sizeof(T) <= 4)
+    if (__builtin_constant_p(stride) && stride == 2) return decode<T>(every_other((const raw<T>*)p, isa::seq<>()));
   return gather(p, Stride{stride}, lanes, m...);
 }
 
@@ -280,6 +292,28 @@ DICP_INLINE void scatter(T* p, I idx, V v, N lanes, M... m) {
 template <class T, class V, class N, class... M>
 DICP_INLINE void store_strided(T* p, int64_t stride, V v, N lanes, M... m) {
   scatter(p, Stride{stride}, v, lanes, m...);
+}
+// store_pairs: p[2 i] = v[i], p[2 i + 1] = w[i]
+template <class R, int... i> DICP_INLINE R in_pairs(R v, R w, isa::Seq<i...>, int half) {
+  constexpr int mid = LANES / 2;
+  using At = isa::reg<choose<sizeof(v[0]) == 4, int32_t, choose<sizeof(v[0]) == 2, int16_t, int8_t>>>;
+#if defined(__clang__) || __GNUC__ >= 12
+  if (half == 0) return __builtin_shufflevector(v, w, (i / 2 + i % 2 * LANES)...);
+  return __builtin_shufflevector(v, w, (mid + i / 2 + i % 2 * LANES)...);
+#else
+  if (half == 0) return __builtin_shuffle(v, w, At{(i / 2 + i % 2 * LANES)...});
+  return __builtin_shuffle(v, w, At{(mid + i / 2 + i % 2 * LANES)...});
+#endif
+}
+template <class T, class V, class N> DICP_INLINE void store_pairs(T* p, V v, V w, N lanes) {
+  if constexpr (same<N, Full> && sizeof(T) <= 4) {
+    const auto a = encode<T>(v), b = encode<T>(w);
+    isa::store_rows((raw<T>*)p, in_pairs(a, b, isa::seq<>(), 0));
+    isa::store_rows((raw<T>*)p + LANES, in_pairs(a, b, isa::seq<>(), 1));
+  } else {
+    store_strided(p, 2, v, lanes);
+    store_strided(p + 1, 2, w, lanes);
+  }
 }
 
 // add_to, atomic_add: *p += v in the type that computes T

@@ -1,0 +1,147 @@
+"""rewrite_complex: arithmetic of complex numbers becomes arithmetic of their parts, where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bridge.checks import check, check_training
+from expecttest import TestCase
+from graphs import CheckPass, claims, graph_of
+
+from dicp.ir.printer import show
+from dicp.passes.rewrite_complex import rewrite_complex
+from dicp.schedule.kernels import Launch
+
+C64 = torch.complex64
+
+
+def rotary(x: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    """As LLaMA's first code has it."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * f[None, :, None]).flatten(3).type_as(x)
+
+
+class TestText(TestCase, CheckPass):
+    def run_on(self, fn: Callable[..., Any], *inputs: Any) -> str:
+        return show(self.check(rewrite_complex, graph_of(fn, *inputs), claims()))
+
+    def test_a_rotary_embedding(self) -> None:
+        text = self.run_on(rotary, (1, 4, 2, 6), torch.randn(4, 3, dtype=C64))
+        self.assertExpectedInline(text, """\
+graph(arg0_1: f32[1,4,2,6], arg1_1: c64[4,3]):
+  v0: f32[1,4,2,3,2] = view(arg0_1, [1,4,2,-1,2])
+  v1: f32[1,4,2,3] = select.int(v0, -1, 0)
+  v2: f32[1,4,2,3] = select.int(v0, -1, 1)
+  v3: f32[4,3,2] = view_as_real(arg1_1)
+  v4: f32[4,3] = select.int(v3, -1, 0)
+  v5: f32[4,3] = select.int(v3, -1, 1)
+  v6: f32[1,4,3] = unsqueeze(v4, 0)
+  v7: f32[1,4,3] = unsqueeze(v5, 0)
+  v8: f32[1,4,1,3] = unsqueeze(v6, 2)
+  v9: f32[1,4,1,3] = unsqueeze(v7, 2)
+  v10: f32[1,4,2,3] = mul(v1, v8)
+  v11: f32[1,4,2,3] = mul(v2, v9)
+  v12: f32[1,4,2,3] = sub(v10, v11)
+  v13: f32[1,4,2,3] = mul(v1, v9)
+  v14: f32[1,4,2,3] = mul(v2, v8)
+  v15: f32[1,4,2,3] = add(v13, v14)
+  v16: f32[1,4,2,3,2] = stack([v12,v15], -1)
+  v17: f32[1,4,2,6] = view(v16, [1,4,2,6])
+  return v17
+""")
+
+    def test_a_product_of_spectra_stays(self) -> None:
+        """It would take parts of what one transform gives, and give a tensor to the other."""
+        def between(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.fft.irfft(torch.fft.rfft(x) * w)
+
+        self.assertNotIn("view_as_real", self.run_on(between, (4, 8), torch.randn(5, dtype=C64)))
+
+
+def several(z: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    """Numbers, real tensors, views, sums."""
+    a = (z * w + 2 * z - 1j) / x.exp()
+    b = (a.conj() * (0.5 - 2j)).transpose(0, 1)[1:].sum(0, keepdim=True) - w[:, :1].t()
+    return torch.view_as_real(-b), a.abs(), (a * x).angle()
+
+
+def made(r: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.polar(r.abs(), x) * torch.complex(x, r))
+
+
+def looked_up(z: torch.Tensor, i: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(z[i] * torch.view_as_complex(x))
+
+
+def shown_twice(x: torch.Tensor, w: torch.Tensor) -> Any:
+    z = torch.view_as_complex(x) * w
+    return z, torch.view_as_real(z)
+
+
+def overwritten(x: torch.Tensor, w: torch.Tensor) -> Any:
+    z = torch.view_as_complex(x) * w
+    w.mul_(2)
+    return torch.view_as_real(z * w)
+
+
+def handed_on(x: torch.Tensor, w: torch.Tensor) -> Any:
+    """Parts on one side, a transform on the other."""
+    z = (torch.view_as_complex(x) * w + w) * 2j
+    return torch.fft.fft(z).real
+
+
+def by_columns(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return torch.view_as_real(torch.view_as_complex(x) * w.t()), torch.view_as_real(w.t() * 2j)
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "several": (several, lambda: (torch.randn(4, 5, dtype=C64), torch.randn(4, 5, dtype=C64), torch.randn(4, 5))),
+    "double": (several, lambda: tuple(torch.randn(3, 4, dtype=d) for d in (torch.complex128,) * 2 + (torch.float64,))),
+    "made": (made, lambda: (torch.randn(3, 70), torch.randn(3, 70))),
+    "looked up": (looked_up, lambda: (torch.randn(9, 4, dtype=C64), torch.tensor([1, 8, 0]), torch.randn(3, 4, 2))),
+    "shown twice": (shown_twice, lambda: (torch.randn(3, 4, 2), torch.randn(4, dtype=C64))),
+    "overwritten": (overwritten, lambda: (torch.randn(3, 4, 2), torch.randn(4, dtype=C64))),
+    "handed on": (handed_on, lambda: (torch.randn(3, 4, 2), torch.randn(4, dtype=C64))),
+    "conjugated": (rotary, lambda: (torch.randn(2, 5, 3, 34), torch.randn(5, 17, dtype=C64).conj())),
+    "negative": (rotary, lambda: (torch.randn(2, 5, 3, 34), torch.randn(5, 17, dtype=C64).conj().conj_physical())),
+    "by columns": (by_columns, lambda: (torch.randn(4, 3, 2), torch.randn(3, 4, dtype=C64))),
+    "low precision": (rotary, lambda: (torch.randn(2, 5, 3, 34).bfloat16(), torch.randn(5, 17, dtype=C64))),
+}
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_eager(case: str) -> None:
+    fn, inputs = CASES[case]
+    check(fn, *inputs())
+
+
+def test_sizes_that_vary() -> None:
+    compiled = torch.compile(rotary, backend="dicp_cpu", dynamic=True)
+    for n in (3, 8, 17):
+        x, f = torch.randn(2, n, 3, 16), torch.randn(n, 8, dtype=C64)
+        torch.testing.assert_close(compiled(x, f), rotary(x, f))
+
+
+def test_gradients() -> None:
+    class Rotated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.angles = torch.nn.Parameter(torch.randn(5, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return rotary(x * 2, torch.polar(torch.ones_like(self.angles), self.angles))
+
+    check_training(Rotated(), torch.randn(2, 5, 3, 8, requires_grad=True))
+
+
+def test_an_embedding_is_one_kernel() -> None:
+    (graph,) = check(rotary, torch.randn(2, 5, 3, 32), torch.randn(5, 16, dtype=C64))
+    assert [type(item) for item in graph.program.items] == [Launch]
