@@ -62,7 +62,8 @@ def _groups(gm: GraphModule) -> list[list[Node]]:
     place = {n: k for k, n in enumerate(gm.graph.nodes)}
     group: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
-        if not _has_parts(node):
+        marked = any(_is_marked(x) and x not in group for x in node.all_input_nodes)
+        if marked or not _has_parts(node):
             continue
         joined = {id(group[x]): group[x] for x in node.all_input_nodes if x in group and _is_complex(x)}
         mine = sorted((node, *(n for g in joined.values() for n in g)), key=place.__getitem__)
@@ -71,8 +72,6 @@ def _groups(gm: GraphModule) -> list[list[Node]]:
 
 
 def _has_parts(node: Node) -> bool:
-    if any(map(_is_marked, node.all_input_nodes)):
-        return False
     if node.target in _READ:
         return _is_complex(node.args[0])
     if node.target not in _SPLIT or not _is_complex(node):
@@ -90,8 +89,8 @@ def _has_parts(node: Node) -> bool:
 
 
 def _is_marked(x: Any) -> bool:
-    """Whether the elements of an input are conjugates, or negatives, of what lies in memory."""
-    return _is_complex(x) and x.op != "call_function" and bool(value_of(x).is_conj() or value_of(x).is_neg())
+    """Whether elements are conjugates, or negatives, of what lies in memory."""
+    return _is_complex(x) and bool(value_of(x).is_conj() or value_of(x).is_neg())
 
 
 def _fills(x: Node, node: Node) -> bool:

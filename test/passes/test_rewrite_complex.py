@@ -30,7 +30,9 @@ class TestText(TestCase, CheckPass):
 
     def test_a_rotary_embedding(self) -> None:
         text = self.run_on(rotary, (1, 4, 2, 6), torch.randn(4, 3, dtype=C64))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 graph(arg0_1: f32[1,4,2,6], arg1_1: c64[4,3]):
   v0: f32[1,4,2,3,2] = view(arg0_1, [1,4,2,-1,2])
   v1: f32[1,4,2,3] = select.int(v0, -1, 0)
@@ -51,10 +53,12 @@ graph(arg0_1: f32[1,4,2,6], arg1_1: c64[4,3]):
   v16: f32[1,4,2,3,2] = stack([v12,v15], -1)
   v17: f32[1,4,2,6] = view(v16, [1,4,2,6])
   return v17
-""")
+""",
+        )
 
     def test_a_product_of_spectra_stays(self) -> None:
         """It would take parts of what one transform gives, and give a tensor to the other."""
+
         def between(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return torch.fft.irfft(torch.fft.rfft(x) * w)
 
@@ -98,15 +102,27 @@ def by_columns(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...]]]] = {
-    "several": (several, lambda: (torch.randn(4, 5, dtype=C64), torch.randn(4, 5, dtype=C64), torch.randn(4, 5))),
-    "double": (several, lambda: tuple(torch.randn(3, 4, dtype=d) for d in (torch.complex128,) * 2 + (torch.float64,))),
+    "several": (
+        several,
+        lambda: (torch.randn(4, 5, dtype=C64), torch.randn(4, 5, dtype=C64), torch.randn(4, 5)),
+    ),
+    "double": (
+        several,
+        lambda: tuple(torch.randn(3, 4, dtype=d) for d in (torch.complex128,) * 2 + (torch.float64,)),
+    ),
     "made": (made, lambda: (torch.randn(3, 70), torch.randn(3, 70))),
-    "looked up": (looked_up, lambda: (torch.randn(9, 4, dtype=C64), torch.tensor([1, 8, 0]), torch.randn(3, 4, 2))),
+    "looked up": (
+        looked_up,
+        lambda: (torch.randn(9, 4, dtype=C64), torch.tensor([1, 8, 0]), torch.randn(3, 4, 2)),
+    ),
     "shown twice": (shown_twice, lambda: (torch.randn(3, 4, 2), torch.randn(4, dtype=C64))),
     "overwritten": (overwritten, lambda: (torch.randn(3, 4, 2), torch.randn(4, dtype=C64))),
     "handed on": (handed_on, lambda: (torch.randn(3, 4, 2), torch.randn(4, dtype=C64))),
     "conjugated": (rotary, lambda: (torch.randn(2, 5, 3, 34), torch.randn(5, 17, dtype=C64).conj())),
-    "negative": (rotary, lambda: (torch.randn(2, 5, 3, 34), torch.randn(5, 17, dtype=C64).conj().conj_physical())),
+    "negative": (
+        rotary,
+        lambda: (torch.randn(2, 5, 3, 34), torch.randn(5, 17, dtype=C64).conj().conj_physical()),
+    ),
     "by columns": (by_columns, lambda: (torch.randn(4, 3, 2), torch.randn(3, 4, dtype=C64))),
     "low precision": (rotary, lambda: (torch.randn(2, 5, 3, 34).bfloat16(), torch.randn(5, 17, dtype=C64))),
 }
@@ -121,6 +137,15 @@ def compiled_anew() -> None:
 def test_as_eager(case: str) -> None:
     fn, inputs = CASES[case]
     check(fn, *inputs())
+
+
+@pytest.mark.parametrize("backend", ["dicp_cpu", "dicp_cuda"])
+def test_numbers_that_lie_as_they_come(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By columns, and conjugates of what lies in memory."""
+    monkeypatch.setenv("DICP_CUDA_INTERPRET", "1")
+    compiled, x = torch.compile(rotary, backend=backend, dynamic=False), torch.randn(1, 5, 2, 8)
+    for f in (torch.randn(4, 5, dtype=C64).t(), torch.randn(5, 4, dtype=C64).conj()):
+        torch.testing.assert_close(compiled(x, f), rotary(x, f))
 
 
 def test_sizes_that_vary() -> None:

@@ -305,8 +305,10 @@ class DeviceRunner(Runner):
         root = self.plan.find(b.name)
         if root in self.plan.offset or root in self.plan.borrowed:
             return self.view(View(b, (1,), (1,)))
-        name = self._tensor_name(b.name)
-        return name if self.lowered.buffers[root].dtype == b.dtype else f"{name}.view({b.dtype})"
+        name, owner = self._tensor_name(b.name), self.lowered.buffers[root]
+        if owner.dtype.is_complex and not b.dtype.is_complex:
+            return f"parts({name})"
+        return name if owner.dtype == b.dtype else f"{name}.view({b.dtype})"
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
