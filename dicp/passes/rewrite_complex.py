@@ -101,7 +101,7 @@ def _fills(x: Node, node: Node) -> bool:
 def _pays(group: list[Node]) -> bool:
     """Whether more calls go than conversions come; what is not made here is read where it lies."""
     inside = set(group)
-    calls = sum(n.target not in _VIEWS for n in group)
+    calls = sum(n.target not in _VIEWS and n.target is not aten._conj.default for n in group)
     conversions = sum(_is_complex(n) and not inside.issuperset(n.users) for n in group)
     return calls > conversions and any(n.target in _ARITHMETIC for n in group)
 
@@ -109,6 +109,8 @@ def _pays(group: list[Node]) -> bool:
 def _shown(group: list[Node], returned: Counter[Node]) -> bool:
     """Whether results share memory that the rewritten ones would not."""
     roots = {view_root(n) for n in group}
+    if any(_is_marked(n) and any(user.op == "output" for user in n.users) for n in group):
+        return True  # the caller gets the mark, and the memory of what was conjugated
     return any(returned[r] > (0 if r.op == "placeholder" else 1) for r in roots)
 
 

@@ -493,7 +493,7 @@ def test_the_median_of_elements_that_share_a_place(op) -> None:
     assert torch.equal(found.values, x)
 
 
-@pytest.mark.parametrize("pieces", [17, 600])
+@pytest.mark.parametrize("pieces", [17, pytest.param(600, marks=pytest.mark.slow)])  # half a minute
 def test_many_pieces_are_laid_side_by_side(pieces: int) -> None:
     """As the steps of an unrolled loop are; their gradient is a sum of as many terms."""
 

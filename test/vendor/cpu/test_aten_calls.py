@@ -228,10 +228,11 @@ def test_no_memory_is_left_behind(name: str) -> None:
                 assert name == "failure"
         gc.collect()
 
+    calls = 500 if name == "failure" else 2000  # an exception takes as long as some hundred calls
     many(100)
     before = resident()
-    many(2000)  # 64 KiB each at least
-    assert resident() - before < 16 << 20
+    many(calls)  # 64 KiB each at least
+    assert resident() - before < calls << 13
 
 
 def test_threads() -> None:

@@ -296,11 +296,11 @@ DICP_INLINE void store_strided(T* p, int64_t stride, V v, N lanes, M... m) {
 // store_pairs: p[2 i] = v[i], p[2 i + 1] = w[i]
 template <class R, int... i> DICP_INLINE R in_pairs(R v, R w, isa::Seq<i...>, int half) {
   constexpr int mid = LANES / 2;
-  using At = isa::reg<choose<sizeof(v[0]) == 4, int32_t, choose<sizeof(v[0]) == 2, int16_t, int8_t>>>;
 #if defined(__clang__) || __GNUC__ >= 12
   if (half == 0) return __builtin_shufflevector(v, w, (i / 2 + i % 2 * LANES)...);
   return __builtin_shufflevector(v, w, (mid + i / 2 + i % 2 * LANES)...);
 #else
+  using At = isa::reg<choose<sizeof(v[0]) == 4, int32_t, choose<sizeof(v[0]) == 2, int16_t, int8_t>>>;
   if (half == 0) return __builtin_shuffle(v, w, At{(i / 2 + i % 2 * LANES)...});
   return __builtin_shuffle(v, w, At{(mid + i / 2 + i % 2 * LANES)...});
 #endif
