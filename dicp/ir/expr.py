@@ -121,6 +121,7 @@ class Expr:
             for x in walk(self):
                 if x._key is None:
                     whole = text(x, lambda operand: operand.key)
+                    whole += f":{NAMES[x.dtype]}" if x.op in ("const", "index") else ""
                     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
                     x._key = whole if len(whole) <= LONG else f"{whole[: LONG // 2]}..{digest}"
         return self._key  # type: ignore[return-value]

@@ -1,8 +1,8 @@
 """Which aten ops AOTAutograd takes apart before we see them, and into what.
 
-The set is torch's own core decompositions, plus the few of EXTRA, minus what the vendor keeps, minus (for a
-kernel vendor) what the op table lowers directly, minus the random ops, whose numbers are eager's only when
-they are drawn whole. torch's tables are read, never changed.
+The set is torch's own core decompositions, plus the few of EXTRA and dicp's own, minus what the vendor keeps,
+minus (for a kernel vendor) what the op table lowers directly, minus the random ops, whose numbers are eager's
+only when they are drawn whole. torch's tables are read, never changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Decomposition = Callable[..., Any]
 
 # Registered in torch, outside its core set: taken apart here because the parts fuse.
 EXTRA = """addmv lift lift_fresh native_batch_norm _native_batch_norm_legit _batch_norm_with_update
-    _batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward grid_sampler_2d
+    _batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_trilinear3d upsample_nearest1d
     upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa rrelu_with_noise_backward
@@ -178,8 +178,8 @@ def addbmm(x: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -
 
 
 def grid_sampler(x: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> Any:
-    """torch's, which loses what eager makes of NaN in a grid: of border and reflection (padding 1, 2) the
-    first pixel, in bilinear sums (mode 0) NaN."""
+    """For vendors without kernels, which have rules/sampling.py: torch's, which loses what eager makes of NaN
+    in a grid, of border and reflection (padding 1, 2) the first pixel, in bilinear sums (mode 0) NaN."""
     sample = compat.torch_decompositions()[torch.ops.aten.grid_sampler_2d.default]
     if padding != 0 and mode != 2:
         grid = torch.where(grid.isnan(), -1, grid)

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ops.aliases import view_root
-from dicp.passes.facts import aten, value_of
+from dicp.passes.facts import aten, prims, value_of
 from dicp.passes.rules import Emitter, finish
 from dicp.vendor.base import VendorBase, takes_graphs
 
@@ -80,8 +80,9 @@ def _has_parts(node: Node) -> bool:
         return all(_fills(x, node) for x in node.args)
     if node.target in _ARITHMETIC and node.kwargs:
         return False
-    if node.target is aten.div.Tensor and _is_complex(node.args[1]):
-        return False
+    if node.target is aten.div.Tensor:
+        x, y = node.args
+        return _is_complex(x) and not _is_complex(y) and not isinstance(y, complex)
     if node.target not in (aten.add.Tensor, aten.sub.Tensor):
         return True
     x, y = node.args  # an imaginary part may be one operand's alone
@@ -120,34 +121,51 @@ def _shown(group: list[Node], returned: Counter[Node]) -> bool:
 def _rewrite(group: list[Node]) -> None:
     inside, parts = set(group), dict[Node, Parts]()
 
-    def of(emit: Emitter, x: Any) -> Parts:
+    def of(emit: Emitter, x: Any, node: Node) -> Parts:
         if not isinstance(x, Node):
             return Parts(x.real, x.imag or None) if isinstance(x, (int, float, complex)) else Parts(x, None)
         if _is_complex(x) and x not in parts:
             parts[x] = _taken_apart(emit, emit(aten.view_as_real.default, x))
+        if node.target in _ARITHMETIC and x not in parts:
+            return Parts(_as_part(emit, x, value_of(node).dtype.to_real()), None)
         return parts.get(x, Parts(x, None))
 
     for node in group:
         emit = Emitter(node)
-        operands = [of(emit, x) for x in node.args]
+        operands = [of(emit, x, node) for x in node.args]
         if node.target in _READ:
-            node.replace_all_uses_with(_READ[node.target](emit, operands[0], node))
+            node.replace_all_uses_with(_READ[node.target](emit, operands[0], value_of(node.args[0])))
             continue
         parts[node] = _SPLIT[node.target](emit, node, operands)
         others = [user for user in node.users if user not in inside]
         if others:
-            whole = emit(aten.view_as_complex.default, _joined(emit, parts[node]))
+            whole = emit(aten.view_as_complex.default, _joined(emit, parts[node], value_of(node)))
             for user in others:
                 user.replace_input_with(node, whole)
+
+
+def _as_part(emit: Emitter, x: Node, dtype: torch.dtype) -> Node:
+    """A real operand in the dtype of the parts: of a number's imaginary part, or one of no dims, it would be
+    the operand's."""
+    return x if value_of(x).dtype == dtype else emit(prims.convert_element_type.default, x, dtype)
 
 
 def _taken_apart(emit: Emitter, pairs: Node) -> Parts:
     return Parts(emit(aten.select.int, pairs, -1, 0), emit(aten.select.int, pairs, -1, 1))
 
 
-def _joined(emit: Emitter, x: Parts, value: Any = None) -> Node:
-    """value: the fake result, whose strides a caller may have been promised."""
-    return emit(aten.stack.default, [x.re, x.im], -1, value=value)
+def _joined(emit: Emitter, x: Parts, value: torch.Tensor) -> Node:
+    """Pairs of the parts, in the order in memory of `value`, the fake complex result: a caller may have been
+    promised it."""
+    strides = value.stride()
+    order = list(range(value.dim()))
+    if all(isinstance(s, int) for s in strides):
+        order.sort(key=lambda d: -strides[d])
+    if order == sorted(order):
+        return emit(aten.stack.default, [x.re, x.im], -1)
+    parts = [emit(aten.permute.default, part, order) for part in (x.re, x.im)]
+    back = [order.index(d) for d in range(len(order))]
+    return emit(aten.permute.default, emit(aten.stack.default, parts, -1), [*back, len(order)])
 
 
 def _plus(emit: Emitter, target: Any, a: Any, b: Any) -> Any:
@@ -224,10 +242,11 @@ _SPLIT: dict[Any, Split] = {
     **dict.fromkeys(_VIEWS, _each),
     **dict.fromkeys(_COPIES, lambda emit, node, x: x[0]),
 }
-_READ: dict[Any, Callable[[Emitter, Parts, Node], Node]] = {
-    aten.view_as_real.default: lambda emit, x, node: _joined(emit, x, value_of(node)),
-    aten.abs.default: lambda emit, x, node: emit(aten.hypot.default, x.re, x.im, value=value_of(node)),
-    aten.angle.default: lambda emit, x, node: emit(aten.atan2.default, x.im, x.re, value=value_of(node)),
+_READ: dict[Any, Callable[[Emitter, Parts, torch.Tensor], Node]] = {
+    aten.view_as_real.default: _joined,
+    aten.abs.default: lambda emit, x, value: emit(aten.hypot.default, x.re, x.im),
+    aten.angle.default: lambda emit, x, value: emit(aten.atan2.default, x.im, x.re),
 }
+"""What is real, from the parts and the fake value of the complex operand."""
 
 __all__ = ["rewrite_complex"]

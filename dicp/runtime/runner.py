@@ -113,8 +113,9 @@ class Runner:
         return "\n".join([*(["@per_size", *self.layout, "", ""] if self.layout else []), *body, ""])
 
     def _last_steps(self) -> dict[str, int]:
-        """The step after which nobody needs a tensor that Python holds: library results, heap, externs, owned
-        inputs, and what is allocated like a result and is none (`_release` knows those that are)."""
+        """The step after which nobody needs a tensor that Python holds: library results, spilled temporaries,
+        externs, owned inputs, and what is allocated like a result and is none (`_release` knows those that
+        are)."""
         kinds, owned = ("library", "extern", "output"), self.program.owned
         steps = len(self.program.steps)
         return {

@@ -58,8 +58,8 @@ class DefinitionBuilder:
             raise VendorError(what, todo=remedy(vendor))
         self.out.rounds = config.numerics == "eager"
         self.out.symbols = self.symbols = Symbols(shape_env(gm))
-        self.home = ProgramDevice(gm, self.out.machine.device, vendor.device)
-        self.out.device = self.home.device
+        self.program_device = ProgramDevice(gm, self.out.machine.device, vendor.device)
+        self.out.device = self.program_device.device
         self.node: fx.Node | None = None
         self.in_place: dict[fx.Node, Buffer] = {}
         self.made: dict[str, fx.Node] = {}

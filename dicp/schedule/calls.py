@@ -198,7 +198,7 @@ def _add_call(
         if isinstance(v, (torch.SymInt, torch.SymFloat)):
             outs.append(low.symbols.index(v.node.expr) if host else low.index(v))
             continue
-        if not isinstance(v, torch.Tensor) or not is_strided(v) or not low.home.holds(v):
+        if not isinstance(v, torch.Tensor) or not is_strided(v) or not low.program_device.holds(v):
             outs.append(None if v is None else Raw(f"{node.name}_{k}"))
             continue
         layout = strides[k] if strides is not None else None

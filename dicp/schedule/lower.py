@@ -86,7 +86,7 @@ class Lowering(DefinitionBuilder):
         if claims is None:
             calls = [n for n in gm.graph.nodes if n.op == "call_function"]
             claims = {n: claim for n in calls if (claim := vendor.claim(n, config)) is not None}
-        self.claims = {n: claim for n, claim in claims.items() if self.home.elsewhere(n) is None}
+        self.claims = {n: claim for n, claim in claims.items() if self.program_device.elsewhere(n) is None}
         free = self.out.machine.launch_bytes == 0
         self.readers = Readers(gm, self.claims, self.sizes, self.symbols.hint, tables=free)
 
@@ -133,7 +133,8 @@ class Lowering(DefinitionBuilder):
 
     def _placeholder(self, node: fx.Node) -> None:
         val = node.meta["val"]
-        if isinstance(val, torch.Tensor) and is_strided(val) and self.home.takes(node) and not is_token(node):
+        here = self.program_device.takes(node) and not is_token(node)
+        if isinstance(val, torch.Tensor) and is_strided(val) and here:
             self.symbols.give(*val.shape, *val.stride())
             kind = "packed" if PACKED in node.meta else "input"
             buffer = Buffer(node.name, self.sizes(val.shape), val.dtype, self.sizes(val.stride()), kind)
@@ -152,11 +153,11 @@ class Lowering(DefinitionBuilder):
 
     def _constant(self, node: fx.Node) -> None:
         attr = getattr(self.gm, str(node.target))
-        if isinstance(attr, torch.Tensor) and not self.home.takes(node):
+        if isinstance(attr, torch.Tensor) and not self.program_device.takes(node):
             self.out.constants[node.name] = attr
             self.values[node] = Raw(node.name)
         elif isinstance(attr, torch.Tensor):
-            attr = attr.to(self.home.device) if node in self.home.numbers else attr
+            attr = attr.to(self.program_device.device) if node in self.program_device.numbers else attr
             buffer = Buffer(
                 f"const_{node.name}",
                 self.sizes(attr.shape),
@@ -207,8 +208,9 @@ class Lowering(DefinitionBuilder):
             return _host_scalar(node, self)
         if node.target is aten._assert_scalar.default:
             return host_step(self, node)
-        if (device := self.home.elsewhere(node)) is not None:
-            return extern(self, node, f"a tensor is on {device}, the program's are on {self.home.device}")
+        if (device := self.program_device.elsewhere(node)) is not None:
+            here = self.program_device.device
+            return extern(self, node, f"a tensor is on {device}, the program's are on {here}")
         if higher_order_name(node.target) == "with_effects":
             return effect(self, node)
         if node.target is aten.select.int and node.meta.get("unbacked_bindings"):

@@ -97,6 +97,20 @@ def handed_on(x: torch.Tensor, w: torch.Tensor) -> Any:
     return torch.fft.fft(z).real
 
 
+def divided(z: torch.Tensor, x: torch.Tensor) -> Any:
+    """By complex numbers, which have no quotient by parts, and of real tensors."""
+    return (z * z / 2j).abs(), torch.view_as_real(z * z / (1 + 2j)), (x / 2j).abs(), (z * z / 2).abs()
+
+
+def scaled(b: torch.Tensor, z: torch.Tensor, n: torch.Tensor) -> Any:
+    """What is narrower than the parts, and does not widen beside numbers and tensors of no dims."""
+    return (b * 1j).abs(), (b * z).abs(), torch.view_as_real(n * 2j), torch.view_as_real(n * z + b)
+
+
+def returned_whole(z: torch.Tensor, w: torch.Tensor) -> Any:
+    return z.t() * w.t() * w.t() + z.t()
+
+
 def by_columns(x: torch.Tensor, w: torch.Tensor) -> Any:
     return torch.view_as_real(torch.view_as_complex(x) * w.t()), torch.view_as_real(w.t() * 2j)
 
@@ -123,6 +137,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...]
         rotary,
         lambda: (torch.randn(2, 5, 3, 34), torch.randn(5, 17, dtype=C64).conj().conj_physical()),
     ),
+    "divided": (divided, lambda: (torch.randn(3, 4, dtype=C64), torch.randn(3, 4))),
+    "scaled": (
+        scaled,
+        lambda: (torch.randn(3, 4).bfloat16(), torch.randn((), dtype=C64), torch.arange(12).view(3, 4)),
+    ),
+    "returned whole": (returned_whole, lambda: (torch.randn(4, 6, dtype=C64), torch.randn(4, 6, dtype=C64))),
     "by columns": (by_columns, lambda: (torch.randn(4, 3, 2), torch.randn(3, 4, dtype=C64))),
     "low precision": (rotary, lambda: (torch.randn(2, 5, 3, 34).bfloat16(), torch.randn(5, 17, dtype=C64))),
 }

@@ -325,8 +325,8 @@ class Adaptive:
             return lambda h: (self.holds(window(h), h), window(h), 1 / self.count(window(h), dtype))
         own = b.kept(Value((self.size,), torch.int32, lambda at: ex.cast(
             ex.where(self.holds(window(at[0]), at[0]), ex.index_value(window(at[0])), -1), torch.int32)))
-        shares = b.kept(Value((self.size,), dtype, lambda at: 1 / self.count(window(at[0]), dtype)))
-        return lambda h: (own((h,)) >= 0, ix.of(ix.Opaque(own((h,)), self.out)), shares((h,)))
+        share = b.kept(Value((self.size,), dtype, lambda at: 1 / self.count(window(at[0]), dtype)))
+        return lambda h: (own((h,)) >= 0, ix.of(ix.Opaque(own((h,)), self.out)), share((h,)))
 
     def count(self, i: Index, dtype: torch.dtype) -> Expr:
         return ex.cast(ex.index_value(self.end(i) - self.start(i)), dtype)
@@ -339,7 +339,7 @@ def adaptive(shape: Shape, outputs: Shape, n: int) -> list[Adaptive]:
     ]
 
 
-def shares(ws: list[Adaptive], o: Indices, dtype: torch.dtype) -> Expr:
+def elements(ws: list[Adaptive], o: Indices, dtype: torch.dtype) -> Expr:
     """How many elements window o has."""
     out: Expr = s.const(1, dtype)
     for w, i in zip(ws, o, strict=True):
@@ -364,7 +364,7 @@ def adaptive_avg_pool(n: int) -> Rule:
         wide = ex.compute_dtype(dtype)
         sums = total(b, shape, tuple(w.longest for w in ws), wide,
                      lambda idx, k: adaptive_element(ws, x, idx, k, 0))
-        return Value(shape, dtype, lambda idx: sums(idx) / shares(ws, idx[len(idx) - n:], wide))
+        return Value(shape, dtype, lambda idx: sums(idx) / elements(ws, idx[len(idx) - n:], wide))
 
     return rule
 

@@ -97,8 +97,9 @@ def outer(t: Expr) -> Expr:
     return ((CUBIC * t - 5 * CUBIC) * t + 8 * CUBIC) * t - 4 * CUBIC
 
 
-MODES: dict[int, Callable[[Axis, Expr], list[Tap]]] = {BILINEAR: bilinear, NEAREST: nearest, BICUBIC: bicubic}
-TAPS = {BILINEAR: 2, NEAREST: 1, BICUBIC: 4}
+MODES: dict[int, tuple[int, Callable[[Axis, Expr], list[Tap]]]] = {
+    BILINEAR: (2, bilinear), NEAREST: (1, nearest), BICUBIC: (4, bicubic)}
+"""How many taps, and what they are at a place."""
 
 
 def grid_sampler_2d(b: Builder, node: torch.fx.Node, x: Value, grid: Value, mode: int, padding: int,
@@ -107,8 +108,8 @@ def grid_sampler_2d(b: Builder, node: torch.fx.Node, x: Value, grid: Value, mode
     if mode == NEAREST and grid.dtype in LOW_PRECISION and node.meta["val"].device.type == "cpu":
         raise Declined("the nearest pixels of a grid of low precision")  # eager finds them in that precision
     axes = [Axis(size, padding, align_corners) for size in (x.shape[3], x.shape[2])]
-    columns, rows = (
-        [kept_tap(b, grid, axis, mode, d, k) for k in range(TAPS[mode])] for d, axis in enumerate(axes))
+    columns, lines = ([kept_tap(b, grid, axis, mode, component, k) for k in range(MODES[mode][0])]
+                      for component, axis in enumerate(axes))
 
     def element(idx: Indices) -> Expr:
         n, c, *place = idx
@@ -121,21 +122,22 @@ def grid_sampler_2d(b: Builder, node: torch.fx.Node, x: Value, grid: Value, mode
         def weight(value: Value | None) -> Expr | None:
             return None if value is None else value(at)
 
-        def line(row: Value) -> Expr:
-            return weighted([(pixel(row(at), column(at)), weight(across)) for column, across in columns])
+        def along(line: Value) -> Expr:
+            return weighted([(pixel(line(at), column(at)), weight(across)) for column, across in columns])
 
-        return weighted([(line(row), weight(down)) for row, down in rows])
+        return weighted([(along(line), weight(down)) for line, down in lines])
 
     return Value(b.meta(node)[0], x.dtype, element)
 
 
-def kept_tap(b: Builder, grid: Value, axis: Axis, mode: int, d: int, k: int) -> tuple[Value, Value | None]:
-    """Tap k along an axis, whose positions lie at `d` in the grid."""
+def kept_tap(b: Builder, grid: Value, axis: Axis, mode: int, component: int, k: int,
+             ) -> tuple[Value, Value | None]:
+    """Tap k along the axis whose positions are this component of the grid's places."""
     shape = grid.shape[:-1]
     wide = ex.compute_dtype(grid.dtype)
 
     def part(which: int) -> Callable[[Indices], Any]:
-        return lambda at: MODES[mode](axis, grid((*at, d)))[k][which]
+        return lambda at: MODES[mode][1](axis, grid((*at, component)))[k][which]
 
     weight = None if mode == NEAREST else b.kept(Value(shape, wide, part(1)))
     return b.kept(Value(shape, torch.int32, part(0))), weight
