@@ -74,19 +74,26 @@ def _groups(gm: GraphModule) -> list[list[Node]]:
 def _has_parts(node: Node) -> bool:
     if node.target in _READ:
         return _is_complex(node.args[0])
-    if node.target not in _SPLIT or not _is_complex(node):
+    if node.target not in _SPLIT or not _is_complex(node) or any(map(_is_half, node.all_input_nodes)):
+        return False
+    if node.target not in _MIXED and not _is_complex(node.args[0]):
         return False
     if node.target is aten.complex.default:
         return all(_fills(x, node) for x in node.args)
     if node.target in _ARITHMETIC and node.kwargs:
         return False
     if node.target is aten.div.Tensor:
-        x, y = node.args
-        return _is_complex(x) and not _is_complex(y) and not isinstance(y, complex)
+        return not _is_complex(node.args[1]) and not isinstance(node.args[1], complex)
     if node.target not in (aten.add.Tensor, aten.sub.Tensor):
         return True
     x, y = node.args  # an imaginary part may be one operand's alone
     return all(_fills(z, node) for z in (x, y) if _is_complex(z)) and (_is_complex(x) or isinstance(y, Node))
+
+
+def _is_half(x: Node) -> bool:
+    """Whether it is of complex numbers whose parts would be computed in another precision than theirs."""
+    val = x.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.dtype.is_complex and val.dtype not in _COMPLEX
 
 
 def _is_marked(x: Any) -> bool:
@@ -123,7 +130,7 @@ def _rewrite(group: list[Node]) -> None:
 
     def of(emit: Emitter, x: Any, node: Node) -> Parts:
         if not isinstance(x, Node):
-            return Parts(x.real, x.imag or None) if isinstance(x, (int, float, complex)) else Parts(x, None)
+            return Parts(x.real, x.imag) if isinstance(x, complex) else Parts(x, None)
         if _is_complex(x) and x not in parts:
             parts[x] = _taken_apart(emit, emit(aten.view_as_real.default, x))
         if node.target in _ARITHMETIC and x not in parts:
@@ -220,6 +227,10 @@ _VIEWS = frozenset((
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.permute.default,
     aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int,
 ))
+_MIXED = frozenset((
+    aten.view_as_complex.default, aten.complex.default, aten.polar.default,
+    aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor,
+))  # whose first operand may be real
 _COPIES = frozenset((aten.clone.default, aten.alias.default, aten.detach.default))
 _CONJUGATES = (aten._conj.default, aten._conj_physical.default, aten.conj_physical.default)
 

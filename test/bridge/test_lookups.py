@@ -120,6 +120,36 @@ def test_the_inverse_of_erf() -> None:
     torch.testing.assert_close(compiled(wide), wide.erfinv(), rtol=1e-15, atol=0)
 
 
+@pytest.mark.parametrize("whole", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (3,), (30,)])
+def test_floats_of_integers_of_floats(shape: tuple[int, ...], dtype: torch.dtype, whole: torch.dtype) -> None:
+    """Have no zeros below zero, and are what an integer holds of what is beyond it."""
+    x = torch.tensor([-0.3, -0.0, 0.3, 1e30, NAN, -7.5]).repeat(5)[: math.prod(shape)].reshape(shape).to(dtype)
+    if whole == torch.int32:
+        x = x.nan_to_num(0).clamp(-9, 9)  # beyond, eager's vectors and scalars differ
+    y = torch.compile(lambda x: x.to(whole).to(dtype), backend="dicp_cpu", dynamic=False)(x)
+    exact = x.to(whole).to(dtype)
+    assert torch.equal(y, exact) and torch.equal(y.signbit(), exact.signbit())
+
+
+def test_what_eager_refuses_is_refused() -> None:
+    def search(edges: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.searchsorted(edges, x, side="middle")
+
+    def sample(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return F.grid_sample(x, grid, align_corners=False)
+
+    grid = torch.rand(2, 3, 9, 2)
+    for fn, args in (
+        (search, (torch.arange(6.0), torch.randn(5))),
+        (sample, (torch.randn(2, 2, 4, 5), grid.double())),
+        (sample, (torch.randn(2, 2, 0, 5), grid)),
+    ):
+        with pytest.raises(RuntimeError, match="side can only|expected scalar type|non-empty spatial"):
+            torch.compile(fn, backend="dicp_cpu", dynamic=False)(*args)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16, torch.bool]
 )

@@ -107,6 +107,12 @@ def scaled(b: torch.Tensor, z: torch.Tensor, n: torch.Tensor) -> Any:
     return (b * 1j).abs(), (b * z).abs(), torch.view_as_real(n * 2j), torch.view_as_real(n * z + b)
 
 
+def numbers(z: torch.Tensor, x: torch.Tensor, h: torch.Tensor) -> Any:
+    """With imaginary parts of zero, and of a precision without kernels."""
+    a = (x * complex(2, 0)).conj() * z + z
+    return torch.view_as_real(a), torch.view_as_real((x / (1 + 2j)) * z), torch.view_as_real((h * 1j) * z)
+
+
 def returned_whole(z: torch.Tensor, w: torch.Tensor) -> Any:
     return z.t() * w.t() * w.t() + z.t()
 
@@ -141,6 +147,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...]
     "scaled": (
         scaled,
         lambda: (torch.randn(3, 4).bfloat16(), torch.randn((), dtype=C64), torch.arange(12).view(3, 4)),
+    ),
+    "numbers": (
+        numbers,
+        lambda: (torch.randn(3, 4, dtype=C64), torch.randn(3, 4), torch.randn(3, 4).half()),
     ),
     "returned whole": (returned_whole, lambda: (torch.randn(4, 6, dtype=C64), torch.randn(4, 6, dtype=C64))),
     "by columns": (by_columns, lambda: (torch.randn(4, 3, 2), torch.randn(3, 4, dtype=C64))),
@@ -185,6 +195,17 @@ def test_gradients() -> None:
             return rotary(x * 2, torch.polar(torch.ones_like(self.angles), self.angles))
 
     check_training(Rotated(), torch.randn(2, 5, 3, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda p: torch.view_as_real(1j * p * 2), lambda p: (torch.exp(1j * p) * 2).abs() * p]
+)
+def test_gradients_by_numbers(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Whose conjugates are calls in the backward."""
+    p, q = (torch.linspace(-2, 2, 9).requires_grad_() for _ in range(2))
+    torch.compile(fn, backend="dicp_cpu")(p).sum().backward()
+    fn(q).sum().backward()
+    torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_an_embedding_is_one_kernel() -> None:

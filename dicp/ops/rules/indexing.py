@@ -180,8 +180,8 @@ def bucketize(b: Builder, node: torch.fx.Node, x: Any, boundaries: Value, *, out
 
 def searchsorted(b: Builder, node: torch.fx.Node, boundaries: Value, x: Any, *, out_int32: bool = False,
                  right: bool = False, side: str | None = None, sorter: Value | None = None) -> Value:
-    if sorter is not None or not isinstance(x, Value):
-        raise Declined("searchsorted with a sorter or a number")
+    if sorter is not None or not isinstance(x, Value) or side not in (None, "left", "right"):
+        raise Declined("searchsorted with a sorter, a number or an unknown side")
     shape, out = b.meta(node)
     return search(boundaries, x, boundaries.shape[:-1], shape, out, right or side == "right")
 

@@ -107,6 +107,8 @@ def grid_sampler_2d(b: Builder, node: torch.fx.Node, x: Value, grid: Value, mode
     """x: (n, c, h, w); grid: (n, oh, ow, 2), of each place the position along w, then along h."""
     if mode == NEAREST and grid.dtype in LOW_PRECISION and node.meta["val"].device.type == "cpu":
         raise Declined("the nearest pixels of a grid of low precision")  # eager finds them in that precision
+    if x.dtype != grid.dtype or 0 in x.shape[2:]:
+        raise Declined("an image without pixels, or of another dtype than the grid")  # eager raises an error
     axes = [Axis(size, padding, align_corners) for size in (x.shape[3], x.shape[2])]
     columns, lines = ([kept_tap(b, grid, axis, mode, component, k) for k in range(MODES[mode][0])]
                       for component, axis in enumerate(axes))

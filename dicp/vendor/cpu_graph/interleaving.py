@@ -49,7 +49,7 @@ def are_pairs(first: Store, second: Store, axis: ix.Var | None, lanes: int) -> b
     """Whether two stores fill a buffer in turn."""
     if axis is None or first.buffer != second.buffer or second.index - first.index != 1:
         return False
-    if first.mode != "set" or second.mode != "set":
+    if first.mode != "set" or second.mode != "set" or ix.may_be_empty(first.index):
         return False
     return lane_stride(first.index, axis, lanes) == 2
 

@@ -120,6 +120,17 @@ template <class A, class B> auto ne(A x, B y);
 template <class A, class B> auto eq(A x, B y);
 template <class F> F round_bf16(F x);
 template <class F> F round_half(F x);
+// whole: an integer made of a float, whose making the compiler does not see. Without traps it takes the float of such
+// an integer for trunc(x), which keeps the sign of zero, and what no integer holds.
+template <class I> DICP_INLINE I whole(I i) {
+  if constexpr (sizeof(I) <= 8) asm("" : "+r"(i));
+#if DICP_AVX2 || DICP_AVX512
+  else asm("" : "+x"(i));
+#else
+  else asm("" : "+m"(i));
+#endif
+  return i;
+}
 template <class To, class From> DICP_INLINE vec<To> cast_lanes(From v) {
   using F = scalar<From>;
   constexpr int n = LANES, h = LANES / 2;
@@ -136,6 +147,8 @@ template <class To, class From> DICP_INLINE vec<To> cast_lanes(From v) {
     if (__builtin_expect(!hany(eq(narrow, INT32_MIN)), 1)) return cast_lanes<int64_t>(narrow);
 #endif
     return cast_lanes<int64_t>(cast_lanes<double>(v));
+  } else if constexpr (same<F, double> && same<To, int64_t>) {
+    return {whole(isa::convert<To, F, h>(v.lo)), whole(isa::convert<To, F, h>(v.hi))};
   } else if constexpr (is_two<From> && sizeof(To) == 8) {
     return {isa::convert<To, F, h>(v.lo), isa::convert<To, F, h>(v.hi)};
   } else if constexpr (is_two<From>) {
@@ -152,7 +165,8 @@ template <class X, class V> DICP_INLINE auto cast(V v) {
   else if constexpr (same<To, bf16>) return round_bf16(cast<float>(v));
   else if constexpr (same<To, half>) return round_half(cast<float>(v));
   else if constexpr (is_vec<V>) return cast_lanes<To>(v);
-  else if constexpr (is_vec<X>) return splat<X>((To)v);
+  else if constexpr (is_vec<X>) return splat<X>(cast<To>(v));
+  else if constexpr ((double)(V)0.5 == 0.5 && (To)0.5 == 0) return whole((To)v);
   else return (To)v;
 }
 
