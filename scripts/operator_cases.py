@@ -3,100 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-ROWS, COLUMNS = 512, 1024
-IMAGE = (4, 32, 56, 56)
-CL = torch.channels_last
-
-
-@dataclass(frozen=True)
-class Case:
-    """fn: of the tensors that `inputs` makes. gradient: whether the backward is measured, too."""
-
-    fn: Callable[..., Any]
-    inputs: Callable[[], tuple[torch.Tensor, ...]]
-    gradient: bool = False
-
-
-def rows(*more: int) -> tuple[torch.Tensor, ...]:
-    return (torch.randn(ROWS, COLUMNS, *more),)
-
-
-def two() -> tuple[torch.Tensor, ...]:
-    return torch.randn(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS)
-
-
-def positive() -> tuple[torch.Tensor, ...]:
-    return (torch.rand(ROWS, COLUMNS) * 4 + 0.1,)
-
-
-def within() -> tuple[torch.Tensor, ...]:
-    return (torch.rand(ROWS, COLUMNS) * 1.98 - 0.99,)
-
-
-def integers(
-    dtype: torch.dtype = torch.int64, least: int = -1000, most: int = 1000
-) -> tuple[torch.Tensor, ...]:
-    return torch.randint(least, most, (ROWS, COLUMNS), dtype=dtype), torch.randint(
-        1, 9, (ROWS, COLUMNS), dtype=dtype
-    )
-
-
-def low(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    return torch.randn(ROWS, COLUMNS).to(dtype), torch.randn(ROWS, COLUMNS).to(dtype)
-
-
-def complexes() -> tuple[torch.Tensor, ...]:
-    return torch.randn(ROWS, COLUMNS, dtype=torch.complex64), torch.randn(
-        ROWS, COLUMNS, dtype=torch.complex64
-    )
-
-
-def image() -> tuple[torch.Tensor, ...]:
-    return (torch.randn(IMAGE),)
-
-
-def image_cl() -> tuple[torch.Tensor, ...]:
-    return (torch.randn(IMAGE).contiguous(memory_format=CL),)
-
-
-def volume() -> tuple[torch.Tensor, ...]:
-    return (torch.randn(2, 16, 16, 28, 28),)
-
-
-def line() -> tuple[torch.Tensor, ...]:
-    return (torch.randn(8, 64, 2048),)
-
-
-def positions(most: int = ROWS, *shape: int) -> torch.Tensor:
-    return torch.randint(0, most, shape or (ROWS,))
-
-
-def with_positions() -> tuple[torch.Tensor, ...]:
-    return torch.randn(ROWS, COLUMNS), positions()
-
-
-def with_places() -> tuple[torch.Tensor, ...]:
-    return torch.randn(ROWS, COLUMNS), positions(ROWS, ROWS, COLUMNS)
-
-
-def with_columns() -> tuple[torch.Tensor, ...]:
-    return torch.randn(ROWS, COLUMNS), positions(COLUMNS, ROWS, COLUMNS)
-
-
-def classes(n: int = COLUMNS) -> tuple[torch.Tensor, ...]:
-    return torch.randn(ROWS, n), positions(n)
-
-
-def square(n: int = 128, batch: int = 4) -> tuple[torch.Tensor, ...]:
-    x = torch.randn(batch, n, n)
-    return (x @ x.mT / n + torch.eye(n),)
-
+from operator_inputs import (
+    COLUMNS,
+    IMAGE,
+    ROWS,
+    Case,
+    classes,
+    complexes,
+    image,
+    image_cl,
+    integers,
+    line,
+    low,
+    positions,
+    positive,
+    rows,
+    square,
+    two,
+    volume,
+    with_columns,
+    with_places,
+    with_positions,
+    within,
+)
 
 _UNARY = """
     abs acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc exp exp2 expm1 floor
@@ -214,7 +147,10 @@ def reductions() -> dict[str, Case]:
     found["cosine_similarity"] = Case(lambda x, y: F.cosine_similarity(x, y, dim=1), two, True)
     found["pairwise_distance"] = Case(F.pairwise_distance, two, True)
     found["renorm"] = Case(lambda x: torch.renorm(x, 2, 0, 5.0), rows, True)
-    found |= {f"F.{name}": Case(getattr(F, name), two, True) for name in _LOSSES}
+    found |= {
+        f"F.{name}": Case(lambda x, y, name=name: getattr(F, name)(x, y.detach()), two, True)
+        for name in _LOSSES
+    }
     found["cross_entropy"] = Case(F.cross_entropy, classes, True)
     found["cross_entropy smoothing"] = Case(
         lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), classes, True
@@ -232,7 +168,7 @@ def reductions() -> dict[str, Case]:
 
 def indexing() -> dict[str, Case]:
     zeros = (ROWS, COLUMNS)
-    found = {
+    return {
         "index_select 0": Case(lambda x, i: x.index_select(0, i), with_positions, True),
         "index_select 1": Case(lambda x, i: x.index_select(1, i), with_positions, True),
         "x[i]": Case(lambda x, i: x[i], with_positions, True),
@@ -278,6 +214,11 @@ def indexing() -> dict[str, Case]:
             lambda: (positions(5000, 64, 32), torch.randn(5000, 128)),
             True,
         ),
+    }
+
+
+def searches() -> dict[str, Case]:
+    return {
         "one_hot": Case(lambda i: F.one_hot(i, 1000), lambda: (positions(1000),)),
         "searchsorted": Case(
             lambda x, y: torch.searchsorted(x, y), lambda: (torch.randn(ROWS, COLUMNS).sort(1)[0], *rows())
@@ -303,7 +244,6 @@ def indexing() -> dict[str, Case]:
         "tril": Case(lambda x: x.tril(), rows, True),
         "tril_indices": Case(lambda x: x[torch.tril_indices(500, 500).unbind()], rows),
     }
-    return found
 
 
 def shapes() -> dict[str, Case]:
@@ -352,7 +292,7 @@ def shapes() -> dict[str, Case]:
         "kron": Case(lambda x: torch.kron(x[:32, :32], x[:16, :16]), rows, True),
         "cross": Case(lambda x, y: torch.linalg.cross(x[:, :3], y[:, :3]), two, True),
         "trace": Case(lambda x: x[:, :ROWS].trace(), rows, True),
-        "vander": Case(lambda x: torch.vander(x[0], 16), rows, True),
+        "vander": Case(lambda x: torch.vander(x[0], 16), rows),
         "diff": Case(lambda x: x.diff(dim=1), rows, True),
         "trapezoid": Case(lambda x: torch.trapezoid(x, dim=1), rows, True),
         "cov": Case(lambda x: torch.cov(x[:64]), rows, True),
@@ -409,7 +349,7 @@ def images() -> dict[str, Case]:
     return found
 
 
-def other_types() -> dict[str, Case]:
+def integers_of_all_widths() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
         name = str(dtype).removeprefix("torch.")
@@ -435,6 +375,11 @@ def other_types() -> dict[str, Case]:
         found[f"to float {name}"] = Case(lambda x, _: x.float(), made)
         found[f"div {name}"] = Case(lambda x, y: x / y, made)
         found[f"abs {name}"] = Case(lambda x, _: x.abs(), made)
+    return found
+
+
+def other_floats() -> dict[str, Case]:
+    found: dict[str, Case] = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         name = str(dtype).removeprefix("torch.")
         made = lambda d=dtype: low(d)  # noqa: E731
@@ -465,6 +410,27 @@ def other_types() -> dict[str, Case]:
             lambda d=dtype: (torch.randn(IMAGE).to(d),),
             True,
         )
+    return found
+
+
+def rotated(x: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    """A rotary embedding as a product of complex numbers."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * f[:, None]).flatten(-2)
+
+
+def rotated_pairs(x: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    """The same of real numbers that lie in turn."""
+    cos, sin = (part.repeat_interleave(2, -1)[:, None] for part in (f.real, f.imag))
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+def heads() -> tuple[torch.Tensor, ...]:
+    return torch.randn(2, 512, 16, 64), torch.randn(512, 32, dtype=torch.complex64)
+
+
+def complex_and_bool() -> dict[str, Case]:
+    found = {fn.__name__: Case(fn, heads, True) for fn in (rotated, rotated_pairs)}
     for op in ("add", "mul", "div", "eq"):
         found[f"{op} complex64"] = Case(getattr(torch, op), complexes)
     for op in ("abs", "angle", "exp", "sqrt", "reciprocal", "conj_physical"):
@@ -527,6 +493,11 @@ def contractions() -> dict[str, Case]:
             lambda: (torch.randn(2, 8, 256, 64),),
             True,
         ),
+    }
+
+
+def linear_algebra_and_transforms() -> dict[str, Case]:
+    return {
         "inv": Case(torch.linalg.inv, square, True),
         "cholesky": Case(torch.linalg.cholesky, square, True),
         "qr": Case(lambda x: torch.linalg.qr(x), square),
@@ -553,5 +524,17 @@ def contractions() -> dict[str, Case]:
 
 def all_cases() -> dict[str, dict[str, Case]]:
     """By group, then by name."""
-    groups = (elementwise, reductions, indexing, shapes, images, other_types, contractions)
+    groups = (
+        elementwise,
+        reductions,
+        indexing,
+        searches,
+        shapes,
+        images,
+        integers_of_all_widths,
+        other_floats,
+        complex_and_bool,
+        contractions,
+        linear_algebra_and_transforms,
+    )
     return {group.__name__: group() for group in groups}

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from operator_cases import Case, all_cases
+from operator_cases import all_cases
+from operator_inputs import Case
 
 import dicp  # noqa: F401  (registers the backend where the package is not installed)
 
