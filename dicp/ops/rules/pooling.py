@@ -22,6 +22,9 @@ from dicp.ops.table import Declined, Row, Rule, row
 
 # Windows up to this many elements are written out; larger ones become loops.
 UNROLL = 32
+GATHERED = 4
+"""Windows of three dims that contain one position, up to which a gradient looks at them all: adding each
+gradient where it belongs takes a fiftieth of the time of looking at 8 (scripts/operators.py)."""
 
 
 def each(values: Any, n: int, default: list[int] | None = None) -> list[int]:
@@ -162,7 +165,8 @@ def max_pool_backward(n: int) -> Rule:
     def rule(b: Builder, node: torch.fx.Node, grad: Value, x: Value, kernel_size: Any, stride: Any,
              padding: Any, dilation: Any, ceil_mode: bool, indices: Value) -> Value:
         w = Windows(x.shape, n, kernel_size, stride, padding, dilation)
-        if any(d != 1 for d in w.dilation):
+        many = ix.product(w.overlap) > GATHERED  # type: ignore[operator]
+        if any(d != 1 for d in w.dilation) or n == 3 and many:
             return by_position(b, grad, indices, x.shape, n)
         outputs = w.split(grad.shape)[1]
 
