@@ -66,8 +66,11 @@ def _groups(gm: GraphModule) -> list[list[Node]]:
         if marked or not _has_parts(node):
             continue
         joined = {id(group[x]): group[x] for x in node.all_input_nodes if x in group and _is_complex(x)}
-        mine = sorted((node, *(n for g in joined.values() for n in g)), key=place.__getitem__)
-        group.update(dict.fromkeys(mine, mine))
+        mine = next(iter(joined.values()), [])
+        if len(joined) > 1:
+            mine = sorted((n for g in joined.values() for n in g), key=place.__getitem__)
+        mine.append(node)
+        group.update(dict.fromkeys(mine if len(joined) > 1 else [node], mine))
     return list({id(g): g for g in group.values()}.values())
 
 
@@ -152,8 +155,8 @@ def _rewrite(group: list[Node]) -> None:
 
 
 def _as_part(emit: Emitter, x: Node, dtype: torch.dtype) -> Node:
-    """A real operand in the dtype of the parts: of a number's imaginary part, or one of no dims, it would be
-    the operand's."""
+    """A real operand in the dtype of the parts: beside a number, or a tensor of no dims, products would have
+    the operand's own."""
     return x if value_of(x).dtype == dtype else emit(prims.convert_element_type.default, x, dtype)
 
 

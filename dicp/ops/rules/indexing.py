@@ -216,6 +216,9 @@ def search(boundaries: Value, x: Value, rows: Shape, shape: Shape, out: torch.dt
     return Value(shape, out, element)
 
 
+# --- writing
+
+
 def index_put(b: Builder, node: torch.fx.Node, x: Value, indices: list[Value | None], values: Value,
               accumulate: bool = False, *unsafe: Any) -> Value:
     masks = [i for i in indices if i is not None]

@@ -91,6 +91,13 @@ template <class T, class S> DICP_INLINE T encode_one(S s) {
   else return (T)x;
 }
 
+// mask_in: the lanes that are covered, and in m
+DICP_INLINE isa::Mask mask_in(Full, vbool m) { return isa::mask_of(m.m); }
+DICP_INLINE isa::Mask mask_in(Lanes lanes) { return isa::mask_of(lanes.n); }
+DICP_INLINE isa::Mask mask_in(Lanes lanes, vbool m) {
+  return (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n));
+}
+
 // load: lanes that are not covered or not in m read 0, and their memory is not touched
 template <class T> DICP_INLINE vec<T> load(const T* p, Full) {
   return decode<T>(isa::load_rows((const raw<T>*)p));
@@ -102,7 +109,7 @@ template <class T> DICP_INLINE vec<T> load(const T* p, Full, vbool m) {
   return decode<T>(isa::load_rows((const raw<T>*)p, isa::mask_of(m.m)));
 }
 template <class T> DICP_INLINE vec<T> load(const T* p, Lanes lanes, vbool m) {
-  return decode<T>(isa::load_rows((const raw<T>*)p, (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n))));
+  return decode<T>(isa::load_rows((const raw<T>*)p, mask_in(lanes, m)));
 }
 template <class T> DICP_INLINE auto load(const T* p, One) { return decode_one(*p); }
 template <class T> DICP_INLINE auto load(const T* p, One, bool m) {
@@ -120,7 +127,7 @@ template <class T, class V> DICP_INLINE void store(T* p, V v, Full, vbool m) {
   isa::store_rows((raw<T>*)p, encode<T>(v), isa::mask_of(m.m));
 }
 template <class T, class V> DICP_INLINE void store(T* p, V v, Lanes lanes, vbool m) {
-  isa::store_rows((raw<T>*)p, encode<T>(v), (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n)));
+  isa::store_rows((raw<T>*)p, encode<T>(v), mask_in(lanes, m));
 }
 template <class T, class V> DICP_INLINE void store(T* p, V v, One) { *p = encode_one<T>(v); }
 template <class T, class V> DICP_INLINE void store(T* p, V v, One, bool m) {
@@ -147,12 +154,6 @@ template <class N, class F> DICP_INLINE void for_active(N lanes, F f) {
 template <class N, class F> DICP_INLINE void for_active(N lanes, vbool m, F f) {
   for (int i = 0; i < count(lanes); ++i)
     if (m.m[i]) f(i);
-}
-
-DICP_INLINE isa::Mask mask_in(Full, vbool m) { return isa::mask_of(m.m); }
-DICP_INLINE isa::Mask mask_in(Lanes lanes) { return isa::mask_of(lanes.n); }
-DICP_INLINE isa::Mask mask_in(Lanes lanes, vbool m) {
-  return (isa::Mask)(isa::mask_of(m.m) & isa::mask_of(lanes.n));
 }
 
 // gather: p[idx[i]], load_strided: p[i * stride], load_repeated: p[i / times]
