@@ -1,7 +1,6 @@
 """Kernel IR to C++: one function for a kernel, in one of the loop shapes of loops.py.
 
-A phase is one pass over the reduced axes; a statement belongs to the first phase in which all it reads is
-known. Scans along the contiguous axis, and scatters that may collide along it, run as scalar loops.
+Scans along the contiguous axis, and scatters that may collide along it, run as scalar loops.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
+from dicp.ir.phases import is_full, phases
 from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.axis_splitting import split_axes
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
@@ -94,9 +94,9 @@ class _KernelWriter:
         self.kernel = narrowed(kernel, self.vector_var)
         self.writer = ExpressionWriter({p.name: p.dtype for p in kernel.params}, self.vector_var, lanes)
         self.inner_vars = frozenset(a.var for a in self.shape.inner)
-        self.scan_refs = {r for s in kernel.body if isinstance(s, Scan) for r in s.refs}
+        self.scan_refs = frozenset(r for s in kernel.body if isinstance(s, Scan) for r in s.refs)
         self.accumulators = Accumulators(self.shape, self.writer, lanes)
-        self.phases = self._phase_of()
+        self.phases = phases(self.kernel, self._is_full)
         self.scratch: list[str] = []
         self.written: set[int] = set()  # outer-level stores of a row kernel that stand already
         self.kept: dict[int, str] = {}  # where transposed stores, by their ids, go on the stack
@@ -114,38 +114,8 @@ class _KernelWriter:
         head.append(f"// {self.shape.kind}: {axes}")
         return "\n".join([*head, f"{signature(self.kernel, self.name)} {{", *indent(body), "}"])
 
-    def _phase_of(self) -> dict[int, int]:
-        """Phase of each statement. A reduction's result is known one phase after it."""
-        known: dict[str, int] = {}
-        out: dict[int, int] = {}
-        for k, s in enumerate(self.kernel.body):
-            after = 0
-            for e in ex.walk(s.value):
-                if e.op == "ref":
-                    after = max(after, known[e.args[0]])
-            out[k] = after
-            if isinstance(s, Reduce):
-                known.update(dict.fromkeys(s.refs, after + 1))
-            elif isinstance(s, Scan):
-                known.update(dict.fromkeys(s.refs, after))
-        last_load: dict[str, int] = {}
-        for k, s in enumerate(self.kernel.body):
-            for e in ex.walk(s.value):
-                if e.op == "load":
-                    last_load[e.args[0]] = max(last_load.get(e.args[0], 0), out[k])
-        for k, s in enumerate(self.kernel.body):
-            if (
-                isinstance(s, Store) and s.buffer in last_load
-            ):  # what later phases read must not change before
-                out[k] = max(out[k], last_load[s.buffer] + (0 if self._is_full(s) else 1))
-        return out
-
     def _is_full(self, s: Statement) -> bool:
-        """Whether a statement runs at every point of the full space."""
-        if not isinstance(s, Store):
-            return True
-        needs = self.writer.dependence.of(s.value) | self.writer.dependence.of_index(s.index)
-        return bool(needs & (self.inner_vars | self.scan_refs)) or s.mode != "set"
+        return is_full(s, self.inner_vars | self.scan_refs, self.writer.dependence)
 
     # -- pointwise -----------------------------------------------------------------------------------------
 
@@ -303,7 +273,7 @@ class _KernelWriter:
         transposed = find_transposed_rows(self.kernel, self.shape, self.lanes)
         plain = functools.partial(around, self.kernel, self.shape.outer)
         finish = plain if transposed is None else self._in_blocks(transposed)
-        last = max(self.phases.values(), default=0)
+        last = max(self.phases, default=0)
         for phase in range(last + 1):
             self._row_phase(phase, outer, shared)
         return finish([*self.scratch, *outer.lines])
@@ -430,7 +400,7 @@ class _KernelWriter:
         reduces = [s for s in self.kernel.body if isinstance(s, Reduce)]
         simple = (
             reduces
-            and max(self.phases.values()) <= 1
+            and max(self.phases) <= 1
             and all(
                 isinstance(s, (Reduce, Store)) and (isinstance(s, Reduce) or not self._is_full(s))
                 for s in self.kernel.body
@@ -447,7 +417,7 @@ class _KernelWriter:
         ):
             return self._wide_columns(axis, reduces)
         outer = Scope(lanes="lanes", provides=frozenset({axis.var}))
-        for phase in range(max(self.phases.values(), default=0) + 1):
+        for phase in range(max(self.phases, default=0) + 1):
             self._column_phase(phase, outer)
         loop = shared_vector_loop(axis, outer.lines, self.lanes, self.writer.fresh)
         return around(self.kernel, self.shape.outer, loop, extra=1)

@@ -1,8 +1,7 @@
 """Kernel IR to Triton: one function for a kernel, in one of the forms of tiles.py.
 
-A row that is no more than a tile is read once. A longer one is passed over once per phase, a statement
-belonging to the first phase in which all it reads is known. Axes that a tile dim joins are taken apart again
-by division.
+A row that is no more than a tile is read once. A longer one is passed over once per phase. Axes that a tile
+dim joins are taken apart again by division.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
+from dicp.ir.phases import is_full, phases
 from dicp.vendor.cuda_graph.accumulate import Accumulators
 from dicp.vendor.cuda_graph.expression import NO_DIMS, TYPES, Dims, ExpressionWriter, Scope, host_text
 from dicp.vendor.cuda_graph.idioms import shortened
@@ -130,10 +130,7 @@ class _KernelWriter:
         return dims | frozenset("r") if self._is_full(s) and self.tile.r else dims
 
     def _is_full(self, s: Statement) -> bool:
-        if not isinstance(s, Store):
-            return True
-        needs = self.writer.dependence.of(s.value) | self.writer.dependence.of_index(s.index)
-        return bool(needs & (self.inner | frozenset(self.scans))) or s.mode != "set"
+        return is_full(s, self.inner | frozenset(self.scans), self.writer.dependence)
 
     def _stores(self, stores: list[Store], scope: Scope) -> None:
         """All values first, then all stores: a store may overwrite what a later value loads."""
@@ -226,22 +223,20 @@ class _KernelWriter:
         outer = Scope()
         if (walk := self.writer.walk) is not None:
             outer.lines += walk.positions(self.writer.index(walk.begin, outer))
-        phases, body = self._phases(), list(self.kernel.body)
-        passes = [
-            [s for k, s in enumerate(body) if phases.get(k) == phase]
-            for phase in range(1 + max(phases.values(), default=0))
-        ]
+        phase_of = phases(self.kernel, self._is_full, self.accumulators.found_beside)
+        full = [(s, phase) for s, phase in zip(self.kernel.body, phase_of, strict=True) if self._is_full(s)]
+        last = max((phase for _, phase in full), default=0)
+        passes = [[s for s, mine in full if mine == phase] for phase in range(1 + last)]
         rows = [self._rows_read(mine) for mine in passes]
         for phase, mine in enumerate(passes):
             if mine:
                 later, before = frozenset().union(*rows[phase + 1 :]), frozenset().union(*rows[:phase])
-                last = dict.fromkeys(rows[phase] & before, "evict_first")
-                self.writer.eviction = last | dict.fromkeys(rows[phase] & later, "evict_last")
-                self.streamed = self._rows_written(mine) - frozenset().union(*rows) if last else frozenset()
+                again = dict.fromkeys(rows[phase] & before, "evict_first")
+                self.writer.eviction = again | dict.fromkeys(rows[phase] & later, "evict_last")
+                self.streamed = self._rows_written(mine) - frozenset().union(*rows) if again else frozenset()
                 self._phase(mine, phase, outer)
         self.writer.eviction, self.streamed = {}, frozenset()
-        light = [s for k, s in enumerate(body) if k not in phases and isinstance(s, Store)]
-        self._stores(light, outer)
+        self._stores([s for s in self.kernel.body if isinstance(s, Store) and not self._is_full(s)], outer)
         return outer.lines
 
     def _rows_read(self, statements: list[Statement]) -> frozenset[str]:
@@ -252,27 +247,6 @@ class _KernelWriter:
     def _rows_written(self, statements: list[Statement]) -> frozenset[str]:
         stores = [s for s in statements if isinstance(s, Store)]
         return frozenset(s.buffer for s in stores if "r" in self.writer.index_dims(s.index))
-
-    def _phases(self) -> dict[int, int]:
-        """The pass over the row in which each statement at full level runs."""
-        known: dict[str, int] = {}
-        out: dict[int, int] = {}
-        for k, s in enumerate(self.kernel.body):
-            reads = {e.args[0] for e in expressions(s) if e.op == "ref"}
-            if isinstance(s, Reduce):
-                reads -= self.accumulators.found_beside(s)
-            phase = max((known[r] for r in reads), default=0)
-            if self._is_full(s):
-                out[k] = phase
-            if not isinstance(s, Store):
-                known |= {r: phase + (1 if isinstance(s, Reduce) else 0) for r in s.refs}
-        last = max(out.values(), default=0)
-        read = {e.args[0] for s in self.kernel.body for e in expressions(s) if e.op == "load"}
-        for k in out:  # what is overwritten is read in every pass before
-            s = self.kernel.body[k]
-            if isinstance(s, Store) and s.buffer in read:
-                out[k] = last
-        return out
 
     def _phase(self, mine: list[Statement], phase: int, outer: Scope) -> None:
         stores = [s for s in mine if isinstance(s, Store)]
