@@ -347,17 +347,24 @@ def at_least(i: Index, n: Index) -> Expr:
     return Expr("ge", (index_value(i), index_value(n)), torch.bool)
 
 
+def index_text(i: Index, operand: Callable[[Expr], str]) -> str:
+    """An index as text; what it reads from memory in angle brackets."""
+    return ix.text(i, lambda a: f"<{operand(a.payload)}>")
+
+
+def place(buffer: str, i: Index, operand: Callable[[Expr], str]) -> str:
+    """An element of a buffer as text."""
+    return f"{buffer}[{index_text(i, operand)}]"
+
+
 def text(x: Expr, operand: Callable[[Expr], str]) -> str:
     """The operation as text. operand: what stands for each expression that it reads."""
-
-    def index_text(i: Index) -> str:
-        return ix.text(i, lambda a: f"<{operand(a.payload)}>")
 
     def argument(a: Any) -> str:
         if isinstance(a, Expr):
             return operand(a)
         if isinstance(a, (int, ix.Poly)) and not isinstance(a, bool):
-            return index_text(a)
+            return index_text(a, operand)
         if isinstance(a, tuple):
             return f"({', '.join(map(argument, a))}{',' if len(a) == 1 else ''})"
         return repr(a)
@@ -365,9 +372,9 @@ def text(x: Expr, operand: Callable[[Expr], str]) -> str:
     if x.op in ("const", "ref"):
         return str(x.args[0])
     if x.op == "index":
-        return f"[{index_text(x.args[0])}]"
+        return f"[{index_text(x.args[0], operand)}]"
     if x.op == "load":
-        return f"{x.args[0]}[{index_text(x.args[1])}]"
+        return place(x.args[0], x.args[1], operand)
     if x.op == "cast":
         return f"{NAMES[x.dtype]}({operand(x.args[0])})"
     return f"{x.op}({', '.join(map(argument, x.args))})"

@@ -22,6 +22,7 @@ from functools import cached_property
 
 import torch
 
+from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import NAMES, Expr, rewrite, walk
 from dicp.ir.index import Index, Var
@@ -230,38 +231,27 @@ def show(kernel: Kernel, notes: bool = True) -> str:
     lines = [f"kernel {kernel.name}({params}){sizes}", f"  for {axes}" if axes else "  once"]
     names: dict[Expr, str] = {}
 
-    def text_index(i: Index) -> str:
-        return ix.text(i, lambda a: f"<{text(a.payload)}>")
-
-    def text(x: Expr) -> str:
+    def operand(x: Expr) -> str:
         if x.op == "const":
             return f"{x.args[0]}:{NAMES[x.dtype]}"
-        if x.op == "ref":
-            return str(x.args[0])
-        return names[x]
+        return str(x.args[0]) if x.op == "ref" else names[x]
 
     def define(s: Statement) -> None:
         for x in expressions(s):
             if x in names or x.op in ("const", "ref"):
                 continue
             names[x] = f"v{len(names)}"
-            if x.op == "index":
-                rhs = f"[{text_index(x.args[0])}]"
-            elif x.op == "load":
-                rhs = f"{x.args[0]}[{text_index(x.args[1])}]"
-            else:
-                rhs = f"{x.op}({', '.join(text(a) if isinstance(a, Expr) else str(a) for a in x.args)})"
             note = f"    # {x.note}" if notes and x.note else ""
-            lines.append(f"  {names[x]}: {NAMES[x.dtype]} = {rhs}{note}")
+            lines.append(f"  {names[x]}: {NAMES[x.dtype]} = {ex.text(x, operand)}{note}")
 
     for s in kernel.body:
         define(s)
         if isinstance(s, Store):
             lines.append(
-                f"  {s.buffer}[{text_index(s.index)}] {_STORE_SIGN[s.mode]} {text(s.value)}"
+                f"  {ex.place(s.buffer, s.index, operand)} {_STORE_SIGN[s.mode]} {operand(s.value)}"
                 f"{'' if s.unique else '  (duplicates)'}"
             )
         else:
             word = "reduce" if isinstance(s, Reduce) else "scan"
-            lines.append(f"  {', '.join(s.refs)} = {word} {s.kind} {text(s.value)}")
+            lines.append(f"  {', '.join(s.refs)} = {word} {s.kind} {operand(s.value)}")
     return "\n".join(lines)

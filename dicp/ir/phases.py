@@ -23,9 +23,9 @@ def phases(
     full: Callable[[Statement], bool],
     beside: Callable[[Reduce], Set[str]] = lambda s: frozenset(),
 ) -> list[int]:
-    """The phase of each statement: the first in which all that it reads is known. A reduction's result is known
-    one phase later, save by reductions that find it `beside` their own. A store runs no sooner than the last
-    phase that loads what it overwrites, and after it where it runs once per outer point."""
+    """The phase of each statement: the first in which all that it reads is known. A reduction's result is
+    known one phase later, save by reductions that find it `beside` their own. A store runs no sooner than the
+    last phase that loads what it overwrites, and after it where it runs once per outer point."""
     known: dict[str, int] = {}
     out: list[int] = []
     last_load: dict[str, int] = {}
