@@ -13,21 +13,21 @@ from torch.fx import Graph, GraphModule, Node
 from dicp.compat import known_equal
 from dicp.ir.meta_keys import ROUNDED
 from dicp.ir.verify import insert, same_meta
+from dicp.ops.aliases import base_of, is_view, places_in_memory
 from dicp.passes.facts import (
     aten,
-    base_of,
     erase_dead,
     is_contiguous,
     is_plain_cast,
     is_pure,
     is_tensor,
-    is_view,
     mutated_arguments,
     outputs_of,
     prims,
     rank,
     same_shape,
     uniform_value,
+    users_through_views,
     value_of,
 )
 
@@ -88,6 +88,8 @@ def _may_replace(node: Node, new: Node, outputs: set[Node], escaping: set[Node],
     if base_of(node) is base:
         # The same memory either way; AOTAutograd tells an input from an alias of it by the node returned.
         return not (node in outputs and (new.op == "placeholder" or new in outputs))
+    if any(places_in_memory(u) for u in users_through_views(node)):
+        return False  # the other's memory may begin elsewhere
     if base in written or base_of(node) in written:
         return not new.users  # made just now, in the place of the old one: it has memory of its own too
     return base_of(node) not in escaping or not (base.op in ("placeholder", "get_attr") or base in escaping)
@@ -202,6 +204,35 @@ def _view_of_view(node: Node) -> Node | None:
         return _insert_before(node, aten.view.default, x, shape)
     except (RuntimeError, ValueError):  # x's strides allow it in two steps only
         return None
+
+
+def _window_of_memory(node: Node) -> Node | None:
+    """as_strided(view(x), size, stride, at)  ->  as_strided(x, size, stride, at)
+    as_strided_scatter(view(x), src, ...)  ->  as_strided(as_strided_scatter(x, src, ...), as the view lies)
+
+    Places are those of x's memory, of which a view may show a part.
+    """
+    view: Any = node.args[0]
+    base, scatters = base_of(view), node.target is aten.as_strided_scatter.default
+    if base is view or base.op != "call_function" or not _is_window(value_of(view), value_of(base)):
+        return None
+    size, stride, start = value_of(view).shape, value_of(view).stride(), value_of(view).storage_offset()
+    count = 4 if scatters else 3
+    at = node.args[count] if len(node.args) > count and node.args[count] is not None else start
+    numbers = (at, *size, *stride, start) if scatters else (at,)
+    if any(isinstance(n, torch.SymInt) for n in numbers):  # which would need nodes
+        return None
+    with node.graph.inserting_before(node):
+        new = insert(node.graph, node.target, (base, *node.args[1:count], at), like=node)
+        if not scatters:
+            return new
+        return insert(node.graph, aten.as_strided.default, (new, list(size), list(stride), start), like=node)
+
+
+def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether places in the memory of the two are counted alike, and hold the elements as they are read."""
+    marked = any(v.is_conj() or v.is_neg() for v in (view, base))
+    return view.dtype == base.dtype and not marked
 
 
 def _whole_slice(node: Node) -> Node | None:
@@ -380,6 +411,8 @@ _RULES: dict[Any, tuple[Rule, ...]] = {
     aten.permute.default: (_permute_of_permute, _permute_of_unsqueeze, _permute_of_unit_dims),
     aten.view.default: (_input, _view_of_view),
     aten.slice.Tensor: (_whole_slice,),
+    aten.as_strided.default: (_window_of_memory,),
+    aten.as_strided_scatter.default: (_window_of_memory,),
     aten._to_copy.default: (_input, _cast_of_lossless_cast),
     prims.convert_element_type.default: (_input, _cast_of_lossless_cast),
     aten.zeros_like.default: (_constant_like,),

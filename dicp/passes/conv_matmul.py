@@ -26,6 +26,7 @@ from dicp.compat import fake_mode_of, quiet_shapes, size_hint
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.meta_keys import FREE_OUTPUTS
 from dicp.ir.verify import same_stride
+from dicp.ops.conv_call import ConvCall, conv_call, pair, the_conv_call
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_tensor, prims, same_dtype, value_of
 from dicp.passes.freeze import constants_of
@@ -38,12 +39,11 @@ def convolution_of(node: Node) -> Convolution | None:
     """The convolution that a node computes or differentiates, where a product could stand for it: two
     dimensions, one group, no dilation, no activation; of any size, and with something added, where no window
     is gathered, else of a known height and width."""
-    found = _operands(node)
-    if found is None:
+    call = conv_call(node)
+    if call is None or not _is_plain(call):
         return None
-    x, weight, result, (stride, padding, dilation), groups = found
-    x, weight, result = value_of(x), value_of(weight), value_of(result)
-    if x.dim() != 4 or weight.dim() != 4 or groups != 1 or any(d != 1 for d in dilation):
+    x, weight, result = value_of(call.x), value_of(call.weight), value_of(call.result)
+    if x.dim() != 4 or weight.dim() != 4:
         return None
     if not all(isinstance(n, int) for n in (x.shape[1], *weight.shape, result.shape[1])):
         return None
@@ -53,32 +53,19 @@ def convolution_of(node: Node) -> Convolution | None:
         size=size,
         channels=(x.shape[1], result.shape[1]),
         window=tuple(weight.shape[2:]),
-        stride=_pair(stride),
-        padding=_pair(padding),
+        stride=pair(call.stride),
+        padding=pair(call.padding),
         dtype=x.dtype,
-        stored=value_of(_stored(found[0])).dtype,
+        stored=value_of(_stored(call.x)).dtype,
     )
     known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:]))
-    return conv if conv.pointwise or (known and _other(node) is None) else None
+    return conv if conv.pointwise or (known and call.other is None) else None
 
 
-def _operands(node: Node) -> tuple[Node, Node, Node, tuple[Any, Any, Any], int] | None:
-    """(x, weight, a value of the result's shape, (stride, padding, dilation), groups)"""
-    a: Sequence[Any] = node.args
-    if node.target is aten.convolution.default and not a[6]:
-        return a[0], a[1], node, (a[3], a[4], a[5]), a[8]
-    if node.target is aten.convolution_backward.default and not a[7]:
-        return a[1], a[2], a[0], (a[4], a[5], a[6]), a[9]
-    if node.target is torch.ops.dicp.conv.default:
-        act = a[8] if len(a) > 8 else node.kwargs.get("act", "none")
-        if act == "none" and (a[3] is None or same_dtype(a[3], node)):
-            return a[0], a[1], node, (a[4], a[5], a[6]), a[7]
-    return None
-
-
-def _other(node: Node) -> Any:
-    """What a dicp.conv adds to its result."""
-    return node.args[3] if node.target is torch.ops.dicp.conv.default else None
+def _is_plain(call: ConvCall) -> bool:
+    if call.transposed or call.groups != 1 or any(d != 1 for d in call.dilation):
+        return False
+    return call.act == "none" and (call.other is None or same_dtype(call.other, call.node))
 
 
 def _stored(x: Any) -> Any:
@@ -89,10 +76,6 @@ def _stored(x: Any) -> Any:
         if low and value_of(source).dtype == torch.float32:
             return source.args[0]
     return x
-
-
-def _pair(x: Sequence[int]) -> tuple[int, int]:
-    return (x[0], x[-1])
 
 
 def pays(vendor: VendorBase, part: Part, conv: Convolution | None) -> bool:
@@ -122,7 +105,8 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: VendorBase) -> GraphModule:
 
 def can_be_product(node: Node, conv: Convolution) -> bool:
     """Whether a convolution's operands lie, and are of dtypes, as a product wants them."""
-    return _of_one_dtype(node) and _ready(node.args[0], node.args[1], conv)
+    call = the_conv_call(node)
+    return _of_one_dtype(call) and _ready(call.x, call.weight, conv)
 
 
 def _ready(x: Any, weight: Any, conv: Convolution) -> bool:
@@ -132,25 +116,24 @@ def _ready(x: Any, weight: Any, conv: Convolution) -> bool:
     return bool(in_order and value_of(weight).is_contiguous())
 
 
-def _of_one_dtype(node: Node) -> bool:
+def _of_one_dtype(call: ConvCall) -> bool:
     """Whether a convolution's bias is of the dtype of all else, as a product's is: that of a norm folded into
     a low precision is float32, which a library's convolution adds before it rounds."""
-    bias = node.args[2]
-    return bias is None or value_of(bias).dtype == value_of(node).dtype
+    return call.bias is None or value_of(call.bias).dtype == value_of(call.node).dtype
 
 
 def _fused(node: Node, conv: Convolution, vendor: VendorBase, activations: Activations) -> bool:
     """Put dicp.linear for a convolution and what it adds, or the activation behind it, if the vendor claims
     that. Not for a convolution that is computed in another dtype than its operands are stored in."""
-    other = _other(node)
+    call = the_conv_call(node)
+    x, weight, bias, other = call.x, call.weight, call.bias, call.other
     act, root = activations.get(node, ("none", node)) if other is None else ("none", node)
-    given = [x for x in (*node.args[:3], other) if x is not None]
-    if (other is None and act == "none") or any(_stored(x) is not x for x in given):
+    given = [operand for operand in (x, weight, bias, other) if operand is not None]
+    if (other is None and act == "none") or any(_stored(operand) is not operand for operand in given):
         return False
     if other is not None and not value_of(other).is_contiguous(memory_format=torch.channels_last):
         return False
     emit, linear = Emitter(node), torch.ops.dicp.linear.default
-    x, weight, bias = node.args[:3]
     added = None if other is None else _channels_as_rows(emit, other)
     y = emit(linear, _rows(emit, x, conv), _flat_weight(emit, weight), bias, added, act)
     if not vendor.supports(linear, y):
@@ -161,7 +144,8 @@ def _fused(node: Node, conv: Convolution, vendor: VendorBase, activations: Activ
 
 
 def _result(node: Node, conv: Convolution, vendor: VendorBase, activations: Activations) -> None:
-    if _fused(node, conv, vendor, activations) or _other(node) is not None:
+    call = the_conv_call(node)
+    if _fused(node, conv, vendor, activations) or call.other is not None:
         return
     emit = Emitter(node)
 
@@ -172,9 +156,8 @@ def _result(node: Node, conv: Convolution, vendor: VendorBase, activations: Acti
             return emit(aten.mm.default, rows, columns)
         return emit(aten.addmm.default, bias, rows, columns)
 
-    x = node.args[0]
-    y = _multiplied(node, node, node.args[:3], product, vendor)
-    _replace(node, y, lambda y, of: _ordered(emit, _image(emit, y, of, x, conv), of))
+    y = _multiplied(node, node, (call.x, call.weight, call.bias), product, vendor)
+    _replace(node, y, lambda y, of: _ordered(emit, _image(emit, y, of, call.x, conv), of))
 
 
 def _multiplied(
@@ -207,10 +190,10 @@ def _replace(old: Node, product: Node, shaped: Callable[[Node, Node], Node]) -> 
 
 
 def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
-    grad, x, weight = node.args[:3]
-    mask = list(node.args[10])  # type: ignore[call-overload]
-    of_input = mask[0] and conv.pointwise and pays(vendor, "input", conv)
-    of_weight = mask[1] and pays(vendor, "weight", conv)
+    call = the_conv_call(node)
+    grad, x, weight = call.grad, call.x, call.weight
+    of_input = call.mask[0] and conv.pointwise and pays(vendor, "input", conv)
+    of_weight = call.mask[1] and pays(vendor, "weight", conv)
     users = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     if not (of_input or of_weight) or len(users) != len(node.users) or not _ready(x, weight, conv):
         return
@@ -236,8 +219,8 @@ def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
     if 2 in users:
         replace(users.pop(2), emit(aten.sum.dim_IntList, grad, [0, 2, 3]))
     if users:
-        left = [k in users for k in range(3)]
-        new = emit(node.target, *node.args[:10], left)
+        left = (0 in users, 1 in users, 2 in users)
+        new = emit(node.target, *call.masked(*left))
         new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", *new.meta)})
         node.replace_all_uses_with(new)
 

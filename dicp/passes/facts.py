@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.fx import Graph, Node
 
 from dicp.compat import known_equal, size_hint
 from dicp.ir.meta_keys import FREE_OUTPUTS
+from dicp.ops.aliases import is_view
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -140,18 +140,6 @@ _SYMBOLIC_FUNCTIONS = {
 }
 
 
-def is_view(node: Node) -> bool:
-    """Whether the result shares the memory of the first argument."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.returns:
-        return False
-    alias = node.target._schema.returns[0].alias_info
-    return alias is not None and not alias.is_write
-
-
 def is_plain_cast(node: Node) -> bool:
     """Whether the node changes the dtype and nothing else."""
     if node.target is prims.convert_element_type.default:
@@ -162,13 +150,6 @@ def is_plain_cast(node: Node) -> bool:
     device = node.kwargs.get("device")
     same_device = device is None or torch.device(device) == x.device  # type: ignore[arg-type]
     return same_device and node.kwargs.get("memory_format") in (None, torch.preserve_format)
-
-
-def base_of(node: Node) -> Node:
-    """The node that owns the memory: the start of a chain of views."""
-    while is_view(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 def is_saved(node: Node) -> bool:

@@ -17,8 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from dicp.ir.meta_keys import FROZEN, PACKED
 from dicp.ir.printer import dtype_name, op_name
+from dicp.ops.aliases import base_of, is_view
 from dicp.ops.library import register
-from dicp.passes.facts import base_of, bytes_of, is_pure, is_tensor, is_view, value_of
+from dicp.passes.facts import bytes_of, is_pure, is_tensor, value_of
 
 SMALL = 1 << 20
 """Bytes up to which a value is folded that is larger than the weights it is made of: tables of rotary

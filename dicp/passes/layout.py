@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from dicp.compat import FakeTensorMode, fake_mode_of, quick_fake, quiet_shapes, size_hint
 from dicp.ir.meta_keys import FREE_OUTPUTS, LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
+from dicp.ops.conv_call import conv_call, separable_call, the_conv_call
 from dicp.ops.library import register
 from dicp.passes.conv_matmul import convolution_of, pays
 from dicp.passes.facts import aten, bytes_of, is_channels_last, is_pure, mutated_arguments, value_of
@@ -59,7 +60,7 @@ def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     if takes_graphs(vendor):  # a toolchain that sees the graph chooses its own layouts
         return gm
     register()
-    if not any(_conv_inputs(n) for n in gm.graph.nodes):
+    if not any(_images(n) for n in gm.graph.nodes):
         return gm
     mode = fake_mode_of([value_of(n) for n in gm.graph.nodes])
     if mode is None:
@@ -69,7 +70,7 @@ def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
         plan = Plan({}, constants=constants_of(gm))
         plan.packed = frozenset(n for n in gm.graph.nodes if packed_form(vendor, n, plan.constants))
         plan.products = plan.packed.union(n for n in gm.graph.nodes if _is_product(n, vendor))
-        plan.extra = {n: vendor.channels_last_gain(n) for n in gm.graph.nodes if _conv_inputs(n)}
+        plan.extra = {n: vendor.channels_last_gain(n) for n in gm.graph.nodes if _images(n)}
         plan.products = plan.products.union(n for n, extra in plan.extra.items() if extra > 0)
         if not _may_pay(gm, plan, costs) or not _plan(gm, plan, costs):
             return gm
@@ -125,8 +126,7 @@ def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
     free = gm.meta.get(FREE_OUTPUTS, ())
     bound = 0.0
     for node in gm.graph.nodes:
-        inputs = _conv_inputs(node)
-        if inputs and (node in plan.products or _wants_channels_last(node, costs)):
+        if _images(node) and (node in plan.products or _wants_channels_last(node, costs)):
             as_free = node in plan.products or plan.constants != frozenset()
             bound += _gain(node, as_free, costs, plan.extra.get(node, 0.0))
     results = gm.graph.output_node().args[0]
@@ -134,29 +134,30 @@ def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
         if (
             isinstance(node, Node)
             and i not in free
-            and _conv_inputs(node)
+            and _images(node)
             and not is_channels_last(value_of(node))
         ):
             bound -= costs.conversion * bytes_of(value_of(node))
     return bound > 0
 
 
-def _conv_inputs(node: Node) -> tuple[int, ...]:
-    """Which arguments of a 2-D convolution are activations."""
-    if node.target is aten.convolution.default:
-        indices: tuple[int, ...] = (0,)
-    elif node.target in (torch.ops.dicp.conv.default, torch.ops.dicp.separable.default):
-        indices = (0, 3)
-    elif node.target is aten.convolution_backward.default:
-        indices = (0, 1)
+def _images(node: Node) -> list[Node]:
+    """Which operands of a 2-D convolution are activations, the first of them what it convolves or, of its
+    gradients, the result's."""
+    if (call := conv_call(node)) is not None:
+        found = (call.grad, call.x) if call.is_backward else (call.x, call.other)
+    elif (separable := separable_call(node)) is not None:
+        found = (separable.x, separable.other)
     else:
-        return ()
-    found = tuple(i for i in indices if isinstance(node.args[i], Node))
-    return found if value_of(node.args[0]).dim() == 4 else ()
+        return []
+    return [a for a in found if isinstance(a, Node)] if value_of(found[0]).dim() == 4 else []
 
 
-def _weight_index(node: Node) -> int:
-    return 2 if node.target is aten.convolution_backward.default else 1
+def _weight(node: Node) -> Node:
+    """Of a convolution; of dicp::separable the first."""
+    if (separable := separable_call(node)) is not None:
+        return separable.w1  # type: ignore[no-any-return]
+    return the_conv_call(node).weight  # type: ignore[no-any-return]
 
 
 def _plan(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
@@ -182,7 +183,7 @@ def _plan_inputs(
     plan: Plan, node: Node, converted: dict[Any, Any], costs: LayoutCosts
 ) -> Iterator[tuple[Node, Any]]:
     """The node's inputs as it gets them: a convolution's activations channels-last."""
-    activations = [node.args[i] for i in _conv_inputs(node)]
+    activations = _images(node)
     if activations and node not in plan.products and not _wants_channels_last(node, costs):
         for source in node.all_input_nodes:
             value = plan.values[source]
@@ -191,7 +192,7 @@ def _plan_inputs(
                 value = _convert(plan, node, source, torch.contiguous_format, converted, costs.conversion)
             yield source, value
         return
-    weight = node.args[_weight_index(node)] if activations else None
+    weight = _weight(node) if activations else None
     for source in node.all_input_nodes:
         value = plan.values[source]
         if source in activations and not is_channels_last(value):
@@ -208,8 +209,8 @@ def _plan_inputs(
 
 def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
     """Whether a convolution has positions enough for channels-last; what the user chose stays so."""
-    backward = node.target is aten.convolution_backward.default
-    result = value_of(node.args[0]) if backward else value_of(node)
+    call = conv_call(node)
+    result = value_of(node if call is None else call.result)
     positions = size_hint(result.shape[0]) * size_hint(result.shape[2]) * size_hint(result.shape[3])
     return positions >= costs.min_positions or is_channels_last(result)
 
@@ -229,7 +230,7 @@ def _is_made_for(source: Node, user: Node) -> bool:
 def _gain(node: Node, free: bool, costs: LayoutCosts, extra: float) -> float:
     """What one convolution spares; nothing where the user's own strides are channels-last. free: its weight
     costs nothing more that way; extra: what the vendor says that it spares besides."""
-    x, weight = node.args[_conv_inputs(node)[0]], node.args[_weight_index(node)]
+    x, weight = _images(node)[0], _weight(node)
     if is_channels_last(value_of(x)):
         return 0.0
     result = value_of(node)

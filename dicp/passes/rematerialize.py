@@ -17,18 +17,9 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from dicp.compat import fake_mode_of, inputs_mutated_outside, quiet_shapes
+from dicp.ops.aliases import base_of, is_view
 from dicp.ops.table import table
-from dicp.passes.facts import (
-    aten,
-    base_of,
-    bytes_of,
-    is_pure,
-    is_tensor,
-    is_view,
-    mutated_arguments,
-    prims,
-    value_of,
-)
+from dicp.passes.facts import aten, bytes_of, is_pure, is_tensor, mutated_arguments, prims, value_of
 from dicp.passes.norms import is_norm, is_statistic, norm_operands, normalise
 from dicp.passes.rules import finish
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dicp.ops.aliases import view_root
+from dicp.ops.aliases import base_of
 from dicp.passes.facts import aten, prims, value_of
 from dicp.passes.rules import Emitter, finish
 from dicp.vendor.base import VendorBase, takes_graphs
@@ -42,7 +42,7 @@ def rewrite_complex(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """Rewrite what pays, for vendors that have kernels: the toolchain of another takes graphs as they are."""
     if takes_graphs(vendor) or not any(map(_is_complex, gm.graph.nodes)):
         return gm
-    returned = Counter(map(view_root, gm.graph.find_nodes(op="output")[0].all_input_nodes))
+    returned = Counter(map(base_of, gm.graph.find_nodes(op="output")[0].all_input_nodes))
     for group in _groups(gm):
         if _pays(group) and not _shown(group, returned):
             _rewrite(group)
@@ -119,7 +119,7 @@ def _pays(group: list[Node]) -> bool:
 
 def _shown(group: list[Node], returned: Counter[Node]) -> bool:
     """Whether results share memory that the rewritten ones would not."""
-    roots = {view_root(n) for n in group}
+    roots = {base_of(n) for n in group}
     if any(_is_marked(n) and any(user.op == "output" for user in n.users) for n in group):
         return True  # the caller gets the mark, and the memory of what was conjugated
     return any(returned[r] > (0 if r.op == "placeholder" else 1) for r in roots)

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from dicp.compat import known_equal
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import same_meta
+from dicp.ops.conv_call import ConvCall, the_conv_call
 from dicp.ops.library import register
 from dicp.ops.misuse import is_misuse
 from dicp.passes.facts import (
@@ -60,7 +61,7 @@ class Norm:
 class Conv:
     """dicp::conv's arguments, with what to fold into weight and bias, and the node the call would compute."""
 
-    node: Node
+    call: ConvCall
     root: Node
     affine: tuple[Step | Norm, ...] = ()
     other: Node | None = None
@@ -84,14 +85,14 @@ def rewrite_conv(gm: GraphModule, vendor: Claims) -> GraphModule:
     vendor takes it, as oneDNN does: rounded, it alone may cost what eager's rounding of the result does.
     Transposed convolutions stay. Chains the vendor does not claim are shortened from their end.
     """
-    calls = [n for n in gm.graph.nodes if n.target is aten.convolution.default and not n.args[6]]
-    nodes = [n for n in calls if not is_misuse(n)]  # which is refused as it stands
+    calls = [n for n in gm.graph.nodes if n.target is aten.convolution.default]
+    nodes = [n for n in calls if not the_conv_call(n).transposed and not is_misuse(n)]  # refused as it stands
     if not nodes:
         return gm
     register()
     activations, constants = activations_of(gm), constants_of(gm)
     for node in nodes:
-        for conv in reversed(list(_chain(Conv(node, node), activations))):
+        for conv in reversed(list(_chain(Conv(the_conv_call(node), node), activations))):
             if conv.scales and not _folding_pays(conv, constants):
                 continue
             if _apply(conv, vendor):
@@ -182,13 +183,13 @@ def _activate(conv: Conv, activations: Activations) -> Conv | None:
 
 
 def _folding_pays(conv: Conv, constants: frozenset[Node]) -> bool:
-    weight, result = value_of(conv.node.args[1]), value_of(conv.node)
+    weight, result = value_of(conv.call.weight), value_of(conv.call.node)
     return constants.issuperset(_folded(conv)) or bytes_of(weight) < bytes_of(result)
 
 
 def _folded(conv: Conv) -> Iterator[Any]:
     """What weight and bias of the convolution would be made of."""
-    yield from (a for a in conv.node.args[1:3] if a is not None)
+    yield from (a for a in (conv.call.weight, conv.call.bias) if a is not None)
     for step in conv.affine:
         parts = (step.operand,) if isinstance(step, Step) else (step.weight, step.bias, step.mean, step.var)
         yield from (p for p in parts if p is not None)
@@ -196,17 +197,18 @@ def _folded(conv: Conv) -> Iterator[Any]:
 
 def _apply(conv: Conv, vendor: Claims) -> bool:
     """Put the call in the graph, if it gives the same tensor and the vendor claims it."""
-    x, w, b, stride, padding, dilation, _, _, groups = conv.node.args
-    if not same_meta(value_of(conv.node), value_of(conv.root)):
+    call = conv.call
+    if not same_meta(value_of(call.node), value_of(conv.root)):
         return False  # eager's strides are `other`'s
     emit = Emitter(conv.root)
-    weight, bias = _fold(emit, conv, w, b)
-    target, rest = torch.ops.dicp.conv.default, (conv.other, stride, padding, dilation, groups, conv.act)
-    new = try_claim(vendor, target, (x, weight, bias, *rest), at=conv.root)
+    weight, bias = _fold(emit, conv, call.weight, call.bias)
+    target = torch.ops.dicp.conv.default
+    rest = (conv.other, call.stride, call.padding, call.dilation, call.groups, conv.act)
+    new = try_claim(vendor, target, (call.x, weight, bias, *rest), at=conv.root)
     dtype = value_of(conv.root).dtype
     if new is None and bias is not None and value_of(bias).dtype != dtype:
         rounded = emit(prims.convert_element_type.default, bias, dtype)
-        new = try_claim(vendor, target, (x, weight, rounded, *rest), at=conv.root)
+        new = try_claim(vendor, target, (call.x, weight, rounded, *rest), at=conv.root)
     if new is None:
         emit.undo()
         return False

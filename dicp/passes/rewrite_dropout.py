@@ -9,7 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dicp.ir.verify import insert, same_meta
-from dicp.passes.facts import aten, base_of, outputs_of, value_of
+from dicp.ops.aliases import base_of
+from dicp.passes.facts import aten, outputs_of, value_of
 
 
 def rewrite_dropout(gm: GraphModule) -> GraphModule:

@@ -12,17 +12,8 @@ from torch.fx import GraphModule, Node
 from dicp.compat import known_equal
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.verify import infer, insert
-from dicp.passes.facts import (
-    aten,
-    is_plain_cast,
-    is_tensor,
-    is_view,
-    prims,
-    rank,
-    same_dtype,
-    same_shape,
-    value_of,
-)
+from dicp.ops.aliases import is_view
+from dicp.passes.facts import aten, is_plain_cast, is_tensor, prims, rank, same_dtype, same_shape, value_of
 from dicp.passes.matcher import Pat, both_ways, const, either, match, op, var
 from dicp.passes.rules import Claims, finish, sole_user
 

@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from dicp.compat import fake_mode_of, quiet_shapes
 from dicp.ir.verify import same_stride
+from dicp.ops.conv_call import the_conv_call
 from dicp.passes.facts import aten, value_of
 from dicp.passes.rules import Emitter, finish, replace
 from dicp.vendor.base import VendorBase, takes_graphs
@@ -31,19 +32,20 @@ def rewrite_whole_window(gm: GraphModule, vendor: VendorBase) -> GraphModule:
 def _is_whole(node: Node) -> bool:
     if node.target is not aten.convolution.default:
         return False
-    x, weight = value_of(node.args[0]), value_of(node.args[1])
-    _, _, bias, _, padding, dilation, transposed, _, groups = node.args
+    call = the_conv_call(node)
+    x, weight = value_of(call.x), value_of(call.weight)
     same = isinstance(x, torch.Tensor) and x.dim() == weight.dim() == 4 and x.shape[1:] == weight.shape[1:]
-    if not same or transposed or groups != 1 or any(padding) or not weight.is_contiguous():  # type: ignore[arg-type]
+    if not same or call.transposed or call.groups != 1 or any(call.padding) or not weight.is_contiguous():
         return False
-    if not all(isinstance(n, int) for n in weight.shape) or any(d != 1 for d in dilation):  # type: ignore[union-attr]
+    if not all(isinstance(n, int) for n in weight.shape) or any(d != 1 for d in call.dilation):
         return False
-    return bias is None or value_of(bias).dtype == value_of(node).dtype
+    return call.bias is None or value_of(call.bias).dtype == value_of(node).dtype
 
 
 def _rewrite(node: Node) -> None:
     emit = Emitter(node)
-    x, weight, bias = node.args[:3]
+    call = the_conv_call(node)
+    x, weight, bias = call.x, call.weight, call.bias
     outputs, depth = value_of(weight).shape[0], value_of(weight)[0].numel()
     batch = emit.size(x, 0)  # type: ignore[arg-type]
     if not value_of(x).is_contiguous():

@@ -17,8 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.meta_keys import ROUNDED
+from dicp.ops.aliases import base_of
 from dicp.ops.table import has_rule, is_stepped, table
-from dicp.passes.facts import aten, base_of, is_tensor, value_of
+from dicp.passes.facts import aten, is_tensor, value_of
 from dicp.passes.norms import NORMS
 
 _PICK = frozenset(

@@ -10,7 +10,8 @@ from torch.fx import GraphModule, Node
 
 from dicp.ir.meta_keys import VIEWS_OF_INPUTS
 from dicp.ir.verify import insert
-from dicp.passes.facts import is_view, value_of, writes_input
+from dicp.ops.aliases import is_view
+from dicp.passes.facts import value_of, writes_input
 from dicp.passes.rules import finish
 
 

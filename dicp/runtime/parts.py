@@ -22,7 +22,8 @@ import torch.fx as fx
 from dicp.config import Config
 from dicp.errors import UnsupportedOp, VendorError
 from dicp.ir.printer import op_name, show, user_location
-from dicp.passes.facts import base_of, writes_input
+from dicp.ops.aliases import base_of
+from dicp.passes.facts import writes_input
 from dicp.runtime.artifact import Artifact
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.marked_tensors import plain

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dicp.compat import empty_strided_cpu, tensors_from_handles
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.printer import user_location
+from dicp.ops.aliases import places_in_memory, returns_alias
 from dicp.runtime import support
 from dicp.runtime.arena import ARENA
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
@@ -314,14 +316,17 @@ class Runner:
     def extern(self, call: Call, function: Callable[..., Any] | None = None) -> None:
         """function: what is called in the op's stead."""
         target = f"op_{len(self.globals)}"
-        self.globals[target] = call.node.target if function is None else function
+        function = call.node.target if function is None else function
+        if places_in_memory(call.node):
+            function = functools.partial(support.placed, function)
+        self.globals[target] = function
         args = [self.value(a) for a in call.args] + [
             f"{k}={self.value(v)}" for k, v in call.kwargs.items()
         ]
         where = user_location(call.node)
         comment = f"    # {where}" if where else ""
         self.lines.append(f"result = {target}({', '.join(args)}){comment}")
-        copies = _returns_alias(call.node.target)
+        copies = returns_alias(call.node.target)
         picked = _picked(call.node)
         given = leaves(call.node.meta.get("val")) if call.results else []  # a write has none
         for (path, val), b in zip(given, call.results, strict=True):
@@ -462,11 +467,6 @@ def _picked(node: fx.Node, path: tuple[int, ...] = ()) -> set[tuple[int, ...]]:
     users = [u for u in node.users if u.target is operator.getitem]
     below = (_picked(u, (*path, u.args[1])) for u in users)  # type: ignore[arg-type]
     return {path}.union(*below)
-
-
-def _returns_alias(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 __all__ = ["NativeSegment", "Runner"]

@@ -40,6 +40,13 @@ def apart(t: torch.Tensor) -> torch.Tensor:
     return t.detach() if t._is_view() else t
 
 
+def placed(function: Callable[..., Any], t: torch.Tensor, *args: Any) -> Any:
+    """What a function that counts places in the memory of t gives, of a copy that begins its memory: t is a
+    window on memory shared with others."""
+    own = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    return function(own.copy_(t), *args)
+
+
 def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
     """(first position, length) of a slice of n elements."""
     places = range(*slice(start, end, step).indices(n))
@@ -59,4 +66,4 @@ def expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) ->
     return t
 
 
-__all__ = ["apart", "expect", "parts", "per_size", "slice_bounds", "slots", "within"]
+__all__ = ["apart", "expect", "parts", "per_size", "placed", "slice_bounds", "slots", "within"]

@@ -16,7 +16,8 @@ import torch.fx as fx
 
 from dicp.errors import VerifyError
 from dicp.ir.printer import op_name, user_location
-from dicp.passes.facts import base_of, mutated_arguments
+from dicp.ops.aliases import base_of
+from dicp.passes.facts import mutated_arguments
 
 
 @dataclass(frozen=True)

@@ -263,23 +263,24 @@ class DefinitionBuilder:
             return base
         idx = self.index_vars(extent)
         target, expr = fn(idx)
-        base_buffer = self._fresh_along(base, target, expr) or self.overwritable(base)
+        base_buffer = self._fresh_along(base, loop_vars(idx), target, expr) or self.overwritable(base)
         out = self.updated(base_buffer)
         self.out.defs.append(
             Scatter((out,), note_of(self.node), loop_vars(idx), target, expr, mode, unique, base_buffer)
         )
         return out.value()
 
-    def _fresh_along(self, base: Value, target: Indices, expr: Expr) -> Buffer | None:
+    def _fresh_along(
+        self, base: Value, variables: tuple[ix.Var, ...], target: Indices, expr: Expr
+    ) -> Buffer | None:
         """Of a constant a buffer whose rows lie along what is scattered, so that both are walked by vectors:
         gradients of channels-last images. None where the last dim does so anyway, or none does."""
         if base(self.index_vars(base.shape)).op != "const":
             return None
         reads = [e for e in ex.walk(expr) if e.op == "at" and len(e.args[1]) == len(target)]
         flats = [self.out.buffers[e.args[0]].flat(e.args[1]) for e in reads]
-        places = {i: d for d, i in enumerate(target) if isinstance(i, ix.Poly)}
-        along = (d for i, d in places.items() for v in loop_vars((i,)) if i == ix.of(v)
-                 if any(ix.moves_by_one(flat, v) for flat in flats))
+        places = {v: d for d, i in enumerate(target) for v in variables if i == ix.of(v)}
+        along = (d for v, d in places.items() if any(ix.moves_by_one(flat, v) for flat in flats))
         last = next(along, None)
         if last is None or last == len(target) - 1:
             return None

@@ -9,12 +9,13 @@ import sympy
 import torch
 import torch.fx as fx
 
+from dicp.compat import known_equal
 from dicp.errors import UnsupportedOp
 from dicp.ir import expr as ex
 from dicp.ir.expr import Expr
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
-from dicp.ops.aliases import returns_views
+from dicp.ops.aliases import base_of, order_in_memory, places_in_memory, returns_alias
 from dicp.schedule.defs import Buffer, Call, Raw, View, leaves
 from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
 from dicp.schedule.traced import is_strided, note_of
@@ -130,7 +131,20 @@ def misused(low: Lowering, node: fx.Node) -> Any:
 
 def extern(low: Lowering, node: fx.Node, why: str) -> Any:
     _refuse_if_strict(low, node, why)
+    if places_in_memory(node):
+        _refuse_parts(node)
     return _extern(low, node)
+
+
+def _refuse_parts(node: fx.Node) -> None:
+    """Places in memory of which the operand shows a part: the program may have the rest nowhere."""
+    operand: Any = node.args[0]
+    val = operand.meta["val"]
+    whole = known_equal(val.storage_offset(), 0) and order_in_memory(val) is not None
+    if operand is not base_of(operand) and not whole:
+        what = f"{node.target}: of a view of a computed tensor, of whose memory the view may lack a part"
+        todo = "call it on the tensor that owns the memory, or on a contiguous copy of the view"
+        raise UnsupportedOp(what, where=user_location(node) or (), todo=todo)
 
 
 def _extern(low: Lowering, node: fx.Node) -> Any:
@@ -231,7 +245,7 @@ def _call_strides(low: Lowering, node: fx.Node, val: torch.Tensor) -> Shape:
     implementations do that repeat their operand's strides."""
     shape = low.sizes(val.shape)
     told = (aten.empty_strided.default, aten.new_empty_strided.default)  # the strides themselves
-    if returns_views(node) or no_overlap(val) or node.target in told:
+    if returns_alias(node.target) or no_overlap(val) or node.target in told:
         return low.sizes(val.stride())
     strides = dense_strides(shape, tuple(range(len(shape))))
     low.dense[node] = strides

@@ -46,9 +46,9 @@ from dicp.schedule.defs import Buffer, Host, Lowered, Raw, Reduction
 from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
 from dicp.schedule.traced import (
+    is_reindexed,
     is_strided,
     is_token,
-    is_view,
     lowerable,
     may_be_marked,
     no_elements,
@@ -288,7 +288,7 @@ class Lowering(DefinitionBuilder):
         value = self.memo(value, node)
         if result in self.readers.shared:  # AOTAutograd makes the results anew from where they lie in it
             return self.named(value, result)
-        if is_view(node):
+        if is_reindexed(node):
             return value
         idx = self.index_vars(value.shape)
         expr = value(idx)

@@ -14,10 +14,10 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index
 from dicp.ir.value import Shape, Value
-from dicp.ops.aliases import view_root
+from dicp.ops.aliases import base_of
 from dicp.ops.table import has_rule
 from dicp.schedule.defs import Buffer
-from dicp.schedule.traced import is_view, reduces
+from dicp.schedule.traced import is_reindexed, reduces
 
 MAX_LOADS = 16  # reads inlined into one expression before it is materialised
 MAX_COST = 160  # adds inlined into one expression before it is materialised
@@ -103,7 +103,7 @@ class Readers:
                 continue  # each element at one place
             if isinstance(val, torch.Tensor) and not reduces(user):
                 most = max(most, self.hint(ix.product(self.sizes(val.shape))) / max(own, 1))
-                if is_view(user):
+                if is_reindexed(user):
                     most = max(most, self._readings(user, shape))
         return most
 
@@ -127,7 +127,7 @@ def _bytes_read(nodes: Iterable[Expr], buffers: Mapping[str, Buffer]) -> int:
 def _returned_together(gm: fx.GraphModule) -> set[fx.Node]:
     """Tensors that several results are views of: those share memory, as in eager."""
     results = gm.graph.output_node().args[0]
-    roots = [view_root(r) for r in results if isinstance(r, fx.Node)]
+    roots = [base_of(r) for r in results if isinstance(r, fx.Node)]
     return {r for r in roots if roots.count(r) > 1}
 
 
@@ -137,7 +137,7 @@ def _use_counts(gm: fx.GraphModule) -> dict[fx.Node, int]:
     for node in reversed(gm.graph.nodes):
         total = 0
         for user in node.users:
-            through = user.op == "call_function" and (user.target is operator.getitem or is_view(user))
+            through = user.op == "call_function" and (user.target is operator.getitem or is_reindexed(user))
             total += counts[user] if through else 1
         counts[node] = total
     return counts
@@ -150,7 +150,7 @@ def _memory_counts(gm: fx.GraphModule, calls: Container[fx.Node]) -> dict[fx.Nod
     for node in reversed(gm.graph.nodes):
         total = 0
         for user in node.users:
-            if user.op == "call_function" and (user.target is operator.getitem or is_view(user)):
+            if user.op == "call_function" and (user.target is operator.getitem or is_reindexed(user)):
                 total += counts[user]
             elif user.op == "output" or user in calls or not has_rule(user.target):
                 total += 1

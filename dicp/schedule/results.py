@@ -13,7 +13,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.ir.meta_keys import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.ir.value import Shape, Value
-from dicp.ops.aliases import view_root
+from dicp.ops.aliases import base_of, is_view
 from dicp.ops.rules.pointwise import broadcast, retyped
 from dicp.schedule.calls import extern, overwrite
 from dicp.schedule.defs import Buffer, Call, Pointwise, Raw, View, views
@@ -66,17 +66,13 @@ def _drop_views(low: Lowering, output: fx.Node) -> None:
         if not isinstance(d, Call) or d.host or not unread.issuperset(d.node.users):
             continue  # a host's call finds out sizes
         made = {b.name for b in (*d.outputs, *d.results) if isinstance(b, (Buffer, Raw))}
-        if _is_view(d.node) and not made & returned:
+        if is_view(d.node) and not made & returned:
             unread.add(d.node)
     low.out.defs[:] = [d for d in low.out.defs if not isinstance(d, Call) or d.host or d.node not in unread]
 
 
-def _is_view(node: fx.Node) -> bool:
-    return view_root(node) is not node and not node.target._schema.is_mutable  # type: ignore[union-attr]
-
-
 def _in_shared_memory(low: Lowering, r: Any) -> bool:
-    return isinstance(r, fx.Node) and view_root(r) in low.readers.shared
+    return isinstance(r, fx.Node) and base_of(r) in low.readers.shared
 
 
 def _copy_of(ph: fx.Node, src: fx.Node) -> fx.Node:
@@ -163,7 +159,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
         if memory.kind == "temp":  # the caller gets memory of its own, no window of the arena
             memory.kind = "output"
         return _piece_of(low, r, mutated) or View(value, value.shape, value.strides)
-    placed = r is not view_root(r) and view_root(r).op == "placeholder" or _shares(low, r)
+    placed = r is not base_of(r) and base_of(r).op == "placeholder" or _shares(low, r)
     if placed and (piece := _piece_of(low, r, mutated)):
         return piece
     shape, strides = low.sizes(val.shape), low.dense.get(r) or low.sizes(val.stride())
@@ -172,7 +168,7 @@ def _output(low: Lowering, r: Any, mutated: set[str], free: bool) -> Any:
     if expr.op == "at":
         buffer = low.out.buffers[expr.args[0]]
         window = affine_window(buffer.flat(expr.args[1]), idx, shape) or _traced_window(low, r, buffer)
-        root = view_root(r)
+        root = base_of(r)
         owner = low.returned.get(buffer.name, root)
         fresh = buffer.kind == "input" and root.op != "placeholder" or owner is not root
         # the caller would see it change
@@ -203,7 +199,7 @@ def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
     """A view as traced of what lies in a buffer, as that buffer's own, where no kernel makes it: a library is
     told of no storage, and AOTAutograd takes the place from the tensor that is returned, and whether it is
     conjugated or negated."""
-    root, shared = view_root(r), _shares(low, r)
+    root, shared = base_of(r), _shares(low, r)
     base, ahead = _place(low, root), _ahead(r)
     if base is None or ahead is None or base[0].name in mutated:
         return None
@@ -227,13 +223,13 @@ def _piece_of(low: Lowering, r: fx.Node, mutated: set[str]) -> View | None:
 def _shares(low: Lowering, r: fx.Node) -> bool:
     """Whether a result is a view of what others show too, maybe as another dtype. Not of an input: views of
     those AOTAutograd makes anew."""
-    root = view_root(r)
+    root = base_of(r)
     return r is not root and root.op != "placeholder" and root in low.readers.shared
 
 
 def _reinterprets(r: fx.Node) -> bool:
     """Whether a result is a view of an input as another dtype."""
-    root = view_root(r)
+    root = base_of(r)
     return root.op == "placeholder" and root is not r and r.meta["val"].dtype != root.meta["val"].dtype
 
 
@@ -243,7 +239,7 @@ def _traced_window(low: Lowering, r: fx.Node, buffer: Buffer) -> tuple[Shape, In
     Of a view of symbolic sizes whose place is too involved to be seen as affine: AOTAutograd takes the place
     in an input, or in another result, from the tensor that is returned.
     """
-    base, ahead = _place(low, view_root(r)), _ahead(r)
+    base, ahead = _place(low, base_of(r)), _ahead(r)
     if base is None or ahead is None or base[0] is not buffer or any(_bits(r)):
         return None
     itemsize = buffer.dtype.itemsize
@@ -268,7 +264,7 @@ def _place(low: Lowering, root: fx.Node) -> tuple[Buffer, Index] | None:
 
 def _ahead(r: fx.Node) -> Any:
     """By how many bytes a view begins behind what it is a view of; None where it is none as traced."""
-    root = view_root(r)
+    root = base_of(r)
     val, seen = r.meta["val"], root.meta.get("val")
     if r is root or not isinstance(seen, torch.Tensor) or not shares_memory(val, seen):
         return None
@@ -277,7 +273,7 @@ def _ahead(r: fx.Node) -> Any:
 
 def _bits(r: fx.Node) -> tuple[bool, bool]:
     """Whether the elements of a view are conjugates, negatives, of those in memory."""
-    val, seen = r.meta["val"], view_root(r).meta.get("val")
+    val, seen = r.meta["val"], base_of(r).meta.get("val")
     if not isinstance(seen, torch.Tensor):
         return False, False
     return val.is_conj() != seen.is_conj(), val.is_neg() != seen.is_neg()

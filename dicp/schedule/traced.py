@@ -60,7 +60,8 @@ def lowerable(node: fx.Node) -> bool:
     )
 
 
-def is_view(node: fx.Node) -> bool:
+def is_reindexed(node: fx.Node) -> bool:
+    """Whether each element of the result is one of the operand's, found by its index."""
     row = table().get(node.target)  # type: ignore[call-overload]
     return row is not None and row.kind == "view"
 

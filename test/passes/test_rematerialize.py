@@ -15,11 +15,11 @@ from torch.fx import GraphModule
 
 from dicp.dynamo_bridge import aot
 from dicp.ir.printer import show
+from dicp.ops.aliases import base_of
 from dicp.ops.decompositions import decomposition_table
 from dicp.passes import norms
 from dicp.passes import rematerialize as passes
 from dicp.passes.canonicalize import canonicalize
-from dicp.passes.facts import base_of
 from dicp.passes.rematerialize import Remade, rematerialize
 
 Fn = Callable[..., Tensor]

@@ -13,7 +13,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index
 from dicp.ir.value import Builder, Indices, Shape, Value
-from dicp.ops.aliases import view_root
+from dicp.ops.aliases import base_of, order_in_memory
 from dicp.ops.rules.pointwise import broadcast, constant, convert
 from dicp.ops.table import Declined, Row, row
 
@@ -267,15 +267,12 @@ def memory_order(
     """The dims of the node's operand from outermost to innermost in memory, of which it must fill a stretch
     that holds the window. Declined otherwise: what else lies in its memory is not known. Declined as well
     where the window begins at a place (`first`) in the memory of an input: where those begin has no guard."""
-    if first is not None and view_root(node.args[0]).op == "placeholder":  # type: ignore[arg-type]
+    if first is not None and base_of(node.args[0]).op == "placeholder":  # type: ignore[arg-type]
         raise Declined("as_strided of an input from a place in its memory")
     base = node.args[0].meta["val"]  # type: ignore[union-attr]
-    order = sorted(range(base.dim()), key=lambda d: -size_hint(base.stride(d), 0))
-    step: Any = 1
-    for d in reversed(order):
-        if not known_equal(base.shape[d], 1) and not known_equal(base.stride(d), step):
-            raise Declined("as_strided of a tensor with gaps or overlaps in memory")
-        step = step * base.shape[d]
+    order = order_in_memory(base)
+    if order is None:
+        raise Declined("as_strided of a tensor with gaps or overlaps in memory")
     if not known_equal(base.storage_offset(), 0):
         raise Declined("as_strided of a part of some memory")
     top = position([n - 1 for n in size], stride, first or 0)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import weakref
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
+from dicp.ops.conv_call import pair, the_conv_call
 from dicp.passes.conv_matmul import can_be_product, convolution_of
 from dicp.vendor.cpu_graph.claims import depthwise, matmul, winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
@@ -61,9 +61,10 @@ def packs(node: fx.Node) -> str | None:
         return None
     if winograd.is_ahead(node) or depthwise.is_ahead(node) or _is_product(node):
         return None
-    stride, padding, dilation, groups = node.args[4:8]
+    call = the_conv_call(node)
     sizes = [size_hint(n) for n in x.shape]
-    return repr(("conv", _pair(padding), _pair(stride), _pair(dilation), groups, sizes))
+    how = [list(pair(values)) for values in (call.padding, call.stride, call.dilation)]
+    return repr(("conv", *how, call.groups, sizes))
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -75,12 +76,8 @@ def _is_product(node: fx.Node) -> bool:
         return False
     if cuts_patches(conv):
         return can_be_product(node, conv)
-    added = node.args[3] is not None and halved_by_mkl()
+    added = the_conv_call(node).other is not None and halved_by_mkl()
     return conv.pointwise and conv.dtype == torch.float32 and (added or matmul.result_is_large(node))
-
-
-def _pair(x: Any) -> list[int]:
-    return [x[0], x[-1]]
 
 
 def pack(weight: torch.Tensor, form: str) -> Packed | torch.Tensor:

@@ -20,6 +20,7 @@ import torch.fx as fx
 from dicp.compat import size_hint
 from dicp.config import Config
 from dicp.ir.meta_keys import LAYOUT_KEY
+from dicp.ops.conv_call import pair, the_conv_call
 from dicp.ops.library import ACTIVATIONS
 from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
@@ -36,24 +37,12 @@ FUSED_TERMS = {torch.float32: 64, torch.bfloat16: 256, torch.float16: 256}
 FOLDED_BYTES = 4 << 20  # read and written in the time of two small kernels
 VECTOR = 16  # bytes of channels that cuDNN's fused kernels load at a time
 SMALL_VECTOR = 4  # channels of half precision that the template loads at a time
-Parts = tuple[Any, Any, Any, Any, Any, Any, Any, int, str]
-
-
-def _parts(args: Sequence[Any], target: Any) -> Parts:
-    """(x, w, bias, residual, stride, padding, dilation, groups, act) of either call."""
-    if target is torch.ops.dicp.conv.default:
-        return tuple(args)  # type: ignore[return-value]
-    x, w, b, stride, padding, dilation, _, _, groups = args
-    return x, w, b, None, stride, padding, dilation, groups, "none"
 
 
 def _served(node: fx.Node) -> bool:
     """Whether the template has the form of a call."""
-    x, w, *_, groups, _ = _parts(node.args, node.target)
-    val = node.meta["val"]
-    if node.target is aten.convolution.default and node.args[6]:
-        return False
-    if node.kwargs or groups != 1 or val.dim() != 4 or val.dtype not in products.FLOATS:
+    call, val = the_conv_call(node), node.meta["val"]
+    if call.transposed or call.groups != 1 or val.dim() != 4 or val.dtype not in products.FLOATS:
         return False
     tensors = [t for a in node.all_input_nodes if isinstance(t := a.meta["val"], torch.Tensor)]
     empty = any(size_hint(n) == 0 for t in (*tensors, val) for n in t.shape)
@@ -61,8 +50,11 @@ def _served(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> int:
-    w = node.args[1].meta["val"]  # type: ignore[union-attr]
-    return int(torch.Size([size_hint(n) for n in w.shape[1:]]).numel())
+    return int(torch.Size([size_hint(n) for n in _weight(node).shape[1:]]).numel())
+
+
+def _weight(node: fx.Node) -> torch.Tensor:
+    return the_conv_call(node).weight.meta["val"]  # type: ignore[no-any-return]
 
 
 def precision() -> str:
@@ -82,7 +74,7 @@ def matmul_pays(part: str, conv: Any) -> bool:
 def padded_channels(node: fx.Node) -> int | None:
     """Of images with fewer than four channels in half precision, under the template: loads of 8 bytes, which
     are made ahead, rather than of one channel. The padding reads and writes the image once."""
-    channels = node.args[1].meta["val"].shape[1]  # type: ignore[union-attr]
+    channels = _weight(node).shape[1]
     half = node.meta["val"].dtype in (torch.bfloat16, torch.float16)
     if not half or not isinstance(channels, int) or not 1 < channels < SMALL_VECTOR:
         return None
@@ -93,7 +85,7 @@ def padded_channels(node: fx.Node) -> int | None:
 
 def _windows(node: fx.Node) -> bool:
     """Whether a pixel is read for several results."""
-    return any(n != 1 for n in node.args[1].meta["val"].shape[2:])  # type: ignore[union-attr]
+    return any(n != 1 for n in _weight(node).shape[2:])
 
 
 def supports(node: fx.Node) -> bool:
@@ -104,8 +96,8 @@ def supports(node: fx.Node) -> bool:
 def _folding_pays(node: fx.Node) -> bool:
     """Whether the result is large enough for a pass over it to take longer than the two kernels that scale
     weight and bias, at each call unless they are constant."""
-    w, val = node.args[1], node.meta["val"]
-    if w.op != "call_function" or is_constant(w):  # type: ignore[union-attr, arg-type]
+    w, val = the_conv_call(node).weight, node.meta["val"]
+    if w.op != "call_function" or is_constant(w):
         return True
     elements = torch.Size([size_hint(n) for n in val.shape]).numel()
     return bool(elements * val.element_size() >= FOLDED_BYTES)
@@ -113,19 +105,17 @@ def _folding_pays(node: fx.Node) -> bool:
 
 def _fuses(node: fx.Node) -> bool:
     """Whether cuDNN does it in one call."""
-    *_, groups, act = _parts(node.args, node.target)
-    val = node.meta["val"]
-    if act != "relu" or not _served(node):
+    if the_conv_call(node).act != "relu" or not _served(node):
         return False
-    w = node.args[1].meta["val"]  # type: ignore[union-attr]
-    return all(isinstance(n, int) and n * val.element_size() % VECTOR == 0 for n in w.shape[:2])
+    size = node.meta["val"].element_size()
+    return all(isinstance(n, int) and n * size % VECTOR == 0 for n in _weight(node).shape[:2])
 
 
 def _template_first(node: fx.Node) -> bool:
-    _, _, _, residual, *_, act = _parts(node.args, node.target)
     if not _served(node) or _terms(node) > FUSED_TERMS[node.meta["val"].dtype]:
         return False
-    return residual is not None or (act != "none" and not _fuses(node))
+    call = the_conv_call(node)
+    return call.other is not None or (call.act != "none" and not _fuses(node))
 
 
 def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
@@ -146,27 +136,22 @@ def _plans(node: fx.Node) -> list[Plan]:
 
 def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
-        x, w, b, residual, stride, padding, dilation, _, act = _parts(c.args, c.node.target)
-        y = c.outputs[0]
+        call, y = the_conv_call(c.node, c.args), c.outputs[0]
         problem = convolution(
-            x,
-            w,
-            b,
-            residual,
+            call.x,
+            call.weight,
+            call.bias,
+            call.other,
             View(y, y.shape, y.strides),
-            _pair(stride),
-            _pair(padding),
-            _pair(dilation),
-            act,
+            pair(call.stride),
+            pair(call.padding),
+            pair(call.dilation),
+            call.act,
             precision(),
         )
         return kernels(problem, plan, (c.note,) if c.note else (), config.interpret)
 
     return claim(f"convolution: Triton {plan}", made, strides=_strides, prepare=_in_layout(node))
-
-
-def _pair(values: Sequence[Any]) -> tuple[int, int]:
-    return (int(values[0]), int(values[-1]))
 
 
 # -- the library ---------------------------------------------------------------------------------------------
@@ -284,7 +269,7 @@ def _in_layout(node: fx.Node) -> Callable[[Any, fx.Node, Sequence[Any]], Sequenc
                 wanted[k] = lowering.in_order(args[k], source.meta[LAYOUT_KEY])
         if backward:
             return _gradients_in_layout(lowering, args, wanted)
-        if len(node.meta["val"].shape) == 4 and _parts(node.args, node.target)[7] == 1:
+        if len(node.meta["val"].shape) == 4 and the_conv_call(node).groups == 1:
             wanted[0] = lowering.operand(wanted[0])
             if _channels_last(wanted[0]):
                 wanted[1] = lowering.in_order(wanted[1], (0, 2, 3, 1))

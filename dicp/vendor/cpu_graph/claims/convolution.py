@@ -12,6 +12,7 @@ import torch.fx as fx
 from dicp.config import Config
 from dicp.ir.meta_keys import LAYOUT_KEY, PACKED
 from dicp.ir.value import Value
+from dicp.ops.conv_call import ConvCall, the_conv_call
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims import depthwise, rectified, winograd
@@ -20,7 +21,6 @@ from dicp.vendor.cpu_graph.claims.common import (
     LOW,
     SHIM,
     activation,
-    argument,
     aten,
     channels_last,
     dtype_of,
@@ -143,26 +143,22 @@ def convolution(node: fx.Node, config: Config) -> list[Claim]:
         return []
 
     def emit(w: Any, c: Call) -> None:
-        x, weight, bias, stride, pad, dilation, transposed, opad, groups = c.args
-        head = [w.tensor(x), w.tensor(weight), w.optional(bias)]
-        w.call(
-            c,
-            SHIM + "convolution",
-            [
-                *head,
-                *lists(w, stride, pad, dilation),
-                str(int(transposed)),
-                *lists(w, opad),
-                w.text(groups),
-            ],
-        )
+        call = the_conv_call(c.node, c.args)
+        head = [w.tensor(call.x), w.tensor(call.weight), w.optional(call.bias)]
+        w.call(c, SHIM + "convolution", [*head, *_how(w, call)])
 
     claim = Claim("convolution: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
     return _in_both_layouts(claim, node, config, (0, 1))
 
 
+def _how(w: Any, call: ConvCall) -> list[str]:
+    """The arguments from the strides to the groups, as ATen's own functions take them."""
+    sizes = lists(w, call.stride, call.padding, call.dilation)
+    return [*sizes, str(int(call.transposed)), *lists(w, call.output_padding), w.text(call.groups)]
+
+
 def conv(node: fx.Node, config: Config) -> list[Claim]:
-    act = argument(node, 8, "act", "none")
+    act = the_conv_call(node).act
 
     def emit(w: Any, c: Call) -> None:
         rectified.emit(w, c, act, lambda inside: _pointwise(w, c, inside))
@@ -187,12 +183,13 @@ def conv(node: fx.Node, config: Config) -> list[Claim]:
 
 def _pointwise(w: Any, c: Call, act: str) -> None:
     """oneDNN's call with an activation inside, and a sum before that where there is something to add."""
-    x, weight, bias, other, stride, pad, dilation, groups = c.args[:8]
-    packed = weight.buffer.kind == "packed"
-    handle = f"(Handle){w.packed(weight)}[0]" if packed else w.tensor(weight)
-    head, sizes = [w.tensor(x)], [*lists(w, pad, stride, dilation), w.text(groups)]
-    if other is None:
-        args = [*head, handle, w.optional(bias), *sizes, *activation(w, act)]
+    call = the_conv_call(c.node, c.args)
+    packed = call.weight.buffer.kind == "packed"
+    handle = f"(Handle){w.packed(call.weight)}[0]" if packed else w.tensor(call.weight)
+    head = [w.tensor(call.x)]
+    sizes = [*lists(w, call.padding, call.stride, call.dilation), w.text(call.groups)]
+    if call.other is None:
+        args = [*head, handle, w.optional(call.bias), *sizes, *activation(w, act)]
         w.call(c, SHIM + "mkldnn__convolution_pointwise", args)
         return
     w.lines.append("double alpha = 1.0;")
@@ -202,8 +199,8 @@ def _pointwise(w: Any, c: Call, act: str) -> None:
         inside = w.fresh("act")
         w.lines.append(f"const char* {inside} = {name};")
         inside = f"&{inside}"
-    added = w.tensor(other)
-    tail = [handle, w.optional(bias), *sizes, '"add"', "&alpha", inside, *rest]
+    added = w.tensor(call.other)
+    tail = [handle, w.optional(call.bias), *sizes, '"add"', "&alpha", inside, *rest]
     if w.is_over(c):
         w.call_over(c, SHIM + "mkldnn__convolution_pointwise_binary_", [added, *head, *tail])
     else:
@@ -236,12 +233,13 @@ def overruns(node: fx.Node) -> bool:
     """Whether oneDNN may write past the end of its memory for the weight's gradient: that of a strided 1x1
     window over a channels-last image of fewer channels than a vector has (uxlfoundation/oneDNN#6035; seen
     with 2 to 7 channels and AVX2)."""
-    _, x, weight, _, stride, padding, _, transposed, _, groups, mask = node.args[:11]
-    x, weight = x.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
+    call = the_conv_call(node)
+    x, weight = call.x.meta["val"], call.weight.meta["val"]
     few = not isinstance(x.shape[1], int) or x.shape[1] < VECTOR
-    pointwise = x.dim() == 4 and tuple(weight.shape[2:]) == (1, 1) and not any(padding)  # type: ignore[arg-type]
-    strided = any(n != 1 for n in stride)  # type: ignore[union-attr]
-    return bool(few and pointwise and strided and mask[1] and groups == 1 and not transposed)  # type: ignore[index]
+    pointwise = x.dim() == 4 and tuple(weight.shape[2:]) == (1, 1) and not any(call.padding)
+    strided = any(n != 1 for n in call.stride)
+    plain = call.groups == 1 and not call.transposed
+    return bool(few and pointwise and strided and call.mask[1] and plain)
 
 
 def _met(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
@@ -268,27 +266,19 @@ def convolution_backward(node: fx.Node, config: Config) -> list[Claim]:
         return []
 
     def emit(w: Any, c: Call) -> None:
-        grad, x, weight, bias_sizes, stride, pad, dilation, transposed, opad, groups, mask = c.args
-        handles = [w.tensor(grad), w.tensor(x), w.tensor(weight)]
-        if bias_sizes is None:
+        call = the_conv_call(c.node, c.args)
+        handles = [w.tensor(call.grad), w.tensor(call.x), w.tensor(call.weight)]
+        if call.bias_sizes is None:
             bias = ["nullptr", "0"]
         else:
-            name, n = w.ints(bias_sizes)
+            name, n = w.ints(call.bias_sizes)
             w.lines.append(f"const int64_t* bias_sizes = {name};")
             bias = ["&bias_sizes", str(n)]
-        w.lines.append(f"const int32_t mask[] = {{{', '.join(str(int(m)) for m in mask)}}};")
-        tail = [
-            *lists(w, stride, pad, dilation),
-            str(int(transposed)),
-            *lists(w, opad),
-            w.text(groups),
-            "mask",
-            "3",
-        ]
-        w.call(c, SHIM + "convolution_backward", [*handles, *bias, *tail])
+        w.lines.append(f"const int32_t mask[] = {{{', '.join(str(int(m)) for m in call.mask)}}};")
+        w.call(c, SHIM + "convolution_backward", [*handles, *bias, *_how(w, call), "mask", "3"])
 
     claim = Claim("convolution_backward: oneDNN", emit, strides=_conv_strides, prepare=_prepare_conv)
-    asked = [bool(m) for m in node.args[10]]  # type: ignore[union-attr]
+    asked = list(the_conv_call(node).mask)
     if overruns(node):
         return [dataclasses.replace(claim, prepare=dense(0, 1, 2) if asked[0] else _met)]
     found = _in_both_layouts(claim, node, config, (0, 1, 2))

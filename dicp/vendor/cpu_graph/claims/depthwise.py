@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.ops.conv_call import conv_call, pair, the_conv_call
 from dicp.runtime.cpu import cpu_flags
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
@@ -21,7 +22,6 @@ from dicp.vendor.cpu_graph.claims.common import (
     LOW,
     SPACE,
     activation_of,
-    argument,
     aten,
     onednn_has,
     space,
@@ -98,20 +98,13 @@ def slides_faster(dtype: torch.dtype, channels: int, steps: Sequence[int]) -> bo
 
 def depthwise_of(node: fx.Node) -> Depthwise | None:
     """What the templates compute of this node."""
-    a: Any = node.args
-    if node.target is torch.ops.dicp.conv.default:
-        image, weight, result, transposed, groups = a[0], a[1], node.meta["val"], False, a[7]
-        image, weight = image.meta["val"], weight.meta["val"]
-        act, other = argument(node, 8, "act", "none"), a[3]
-        if act not in (LIMITS if other is not None else (*ACTIVATIONS, *LIMITS)):
-            return None
-    elif node.target is aten.convolution_backward.default:
-        result, image, weight = (x.meta["val"] for x in a[:3])
-        transposed, groups = a[7], a[9]
-    else:
+    call = conv_call(node) if node.target is not aten.convolution.default else None
+    if call is None or call.act not in (LIMITS if call.other is not None else (*ACTIVATIONS, *LIMITS)):
         return None
+    image, weight, result = (x.meta["val"] for x in (call.x, call.weight, call.result))
+    groups = call.groups
     fits = (
-        not transposed
+        not call.transposed
         and weight.dim() == 4
         and result.dtype == image.dtype == weight.dtype
         and weight.dtype in FLOATS
@@ -121,8 +114,7 @@ def depthwise_of(node: fx.Node) -> Depthwise | None:
     if not fits:
         return None
     channels, _, rows, columns = (int(n) for n in weight.shape)
-    stride, dilation = ((how[0], how[-1]) for how in (a[4], a[6]))
-    return Depthwise(channels, (rows, columns), stride, dilation, weight.dtype)
+    return Depthwise(channels, (rows, columns), pair(call.stride), pair(call.dilation), weight.dtype)
 
 
 def is_ahead(node: fx.Node) -> bool:
@@ -134,10 +126,11 @@ def is_ahead(node: fx.Node) -> bool:
     if conv is None:
         return False
     slides = slides_faster(conv.dtype, conv.channels, (*conv.strides, *conv.dilation))
-    if node.target is not aten.convolution_backward.default:
+    call = the_conv_call(node)
+    if not call.is_backward:
         return slides
-    wants_input, wants_window, _ = node.args[10]  # type: ignore[misc]
-    return bool(wants_window or wants_input and (slides or max(conv.strides) > 1))
+    wants_input, wants_window, _ = call.mask
+    return wants_window or wants_input and (slides or max(conv.strides) > 1)
 
 
 def gain(node: fx.Node) -> float:
@@ -145,12 +138,10 @@ def gain(node: fx.Node) -> float:
     conv = depthwise_of(node)
     if conv is None or not is_ahead(node):
         return 0.0
-    if node.target is not aten.convolution_backward.default:
-        result, bytes_each = node.meta["val"], SPARED_BYTES_FORWARD
-    elif conv.window[1] > 3 or conv.dtype in LOW and max(conv.strides) > 1:
-        result, bytes_each = node.args[0].meta["val"], SPARED_BYTES  # type: ignore[union-attr]
-    else:
+    call = the_conv_call(node)
+    if call.is_backward and conv.window[1] <= 3 and not (conv.dtype in LOW and max(conv.strides) > 1):
         return 0.0
+    result, bytes_each = call.result.meta["val"], SPARED_BYTES if call.is_backward else SPARED_BYTES_FORWARD
     return bytes_each * math.prod(conv.window) * math.prod(size_hint(n) for n in result.shape)
 
 
@@ -214,13 +205,14 @@ def window_gradient() -> Claim:
 
 
 def _emit_forward(w: Any, c: Call) -> None:
-    x, weight, bias, other = c.args[:4]
-    act = argument(c.node, 8, "act", "none")
-    _emit_sliding(w, c, (x, weight, bias, other), act, c.args[5], [weight.strides[k] for k in (0, 2, 3)])
+    call = the_conv_call(c.node, c.args)
+    given = (call.x, call.weight, call.bias, call.other)
+    _emit_sliding(w, c, given, call.act, call.padding, [call.weight.strides[k] for k in (0, 2, 3)])
 
 
 def _emit_input(w: Any, c: Call) -> None:
-    grad, _, weight = c.args[:3]
+    call = the_conv_call(c.node, c.args)
+    grad, weight = call.grad, call.weight
     out = c.outputs[0]
     assert out is not None
     conv = depthwise_of(c.node)
@@ -229,7 +221,7 @@ def _emit_input(w: Any, c: Call) -> None:
     if conv.slides:  # the window turned by 180 degrees over the result's gradient
         last = weight.offset + (conv.window[0] - 1) * down + (conv.window[1] - 1) * across
         turned = View(weight.buffer, weight.shape, weight.strides, last)
-        pads = [n - 1 - p for n, p in zip(conv.window, (c.args[5][0], c.args[5][-1]), strict=True)]
+        pads = [n - 1 - p for n, p in zip(conv.window, pair(call.padding), strict=True)]
         _emit_sliding(w, c, (grad, turned, None, None), "none", pads, [weight.strides[0], -down, -across])
         return
     image = View(out, out.shape, out.strides)
@@ -238,11 +230,11 @@ def _emit_input(w: Any, c: Call) -> None:
 
 
 def _emit_window(w: Any, c: Call) -> None:
-    grad, image, _ = c.args[:3]
+    call = the_conv_call(c.node, c.args)
     out = c.outputs[1]
     assert out is not None
-    pointers = [w.pointer_to(image), w.pointer_to(grad), w.pointer(out)]
-    _emit_gradient(w, c, "window", pointers, image, grad, [out.strides[k] for k in (0, 2, 3)])
+    pointers = [w.pointer_to(call.x), w.pointer_to(call.grad), w.pointer(out)]
+    _emit_gradient(w, c, "window", pointers, call.x, call.grad, [out.strides[k] for k in (0, 2, 3)])
 
 
 def _emit_sliding(
@@ -270,10 +262,10 @@ def _emit_gradient(
     w: Any, c: Call, part: str, pointers: Sequence[str], image: View, grad: View, window: Sequence[Any]
 ) -> None:
     """The call of dicp_depthwise_grad.h. window: strides of the window per channel, row and column."""
-    stride, pad, dilation = ((a[0], a[-1]) for a in c.args[4:7])
-    shape = c.args[2].shape[2:]
+    call = the_conv_call(c.node, c.args)
+    how = [n for values in (call.stride, call.padding, call.dilation) for n in pair(values)]
     sizes, _ = w.ints(
-        [*image.shape, *grad.shape[2:], *shape, *stride, *pad, *dilation]
+        [*image.shape, *grad.shape[2:], *call.weight.shape[2:], *how]
         + [*pitch(image), *pitch(grad), *window, *pitch(None)]
     )
     name, parameters, text = gradient_unit(part, STORAGE[grad.buffer.dtype])

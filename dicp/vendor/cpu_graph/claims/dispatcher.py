@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 
-from dicp.ops.aliases import returns_views
+from dicp.ops.aliases import returns_alias
 from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import no_overlap
 from dicp.schedule.traced import is_strided
@@ -111,7 +111,7 @@ def _results_carried(node: fx.Node) -> bool:
         or isinstance(v, torch.Tensor)
         and is_strided(v)
         and v.dtype in DTYPE_CODES
-        and (no_overlap(v) or not returns_views(node))
+        and (no_overlap(v) or not returns_alias(node.target))
         for v in vals
     )
 
@@ -162,7 +162,7 @@ def _emit(w: Any, call: Call) -> None:
     values = full_args(op, call.args, call.kwargs)
     words = [word(w, a.type, v) for a, v in zip(op._schema.arguments, values, strict=True)]
     lists = op._schema.returns[0].type.kind() == "ListType" if op._schema.returns else False
-    w.dispatch(call, f"aten::{op._opname}", op._schema.overload_name, words, returns_views(call.node), lists)
+    w.dispatch(call, f"aten::{op._opname}", op._schema.overload_name, words, returns_alias(op), lists)
 
 
 def word(w: Any, kind: Any, value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.ops.conv_call import ConvCall, the_conv_call
 from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
 from dicp.vendor.cpu_graph.claims.common import LIMITS, onednn_has
@@ -39,22 +40,23 @@ DICP_EXPORT int32_t {name}_{word}({parameters}) {{
 def serves(node: fx.Node) -> bool:
     """Whether a dicp::conv with one of TOPS is made so: of images, by weights that are constant, which are
     packed (or are Winograd's, which has it inside itself)."""
-    w, other, act, val = node.args[1], node.args[3], node.args[8], node.meta["val"]
-    if act not in TOPS or (other is not None and act != "relu"):  # oneDNN's sums know no other
+    call, val = the_conv_call(node), node.meta["val"]
+    if call.act not in TOPS or (call.other is not None and call.act != "relu"):  # oneDNN's sums know no other
         return False
-    return val.dim() == 4 and onednn_has(val.dtype) and is_constant(w)  # type: ignore[arg-type]
+    return val.dim() == 4 and onednn_has(val.dtype) and is_constant(call.weight)
 
 
 def emit(w: Any, c: Call, act: str, convolve: Callable[[str], None]) -> None:
     """The call. convolve("none" or act): adds oneDNN's, with that inside."""
-    x, weight, bias, other = c.args[:4]
+    call = the_conv_call(c.node, c.args)
+    weight = call.weight
     packed = weight.buffer.kind == "packed"
     if not packed or not (act in TOPS or act == "none" and _feeds_convolutions(c)):
         convolve("none" if act in TOPS else act)
         if act in TOPS:
             _rectify(w, c, act)
         return
-    sums = _sums(w, c, x, weight, bias, other, measured=act in TOPS)
+    sums = _sums(w, call, measured=act in TOPS)
     if act in TOPS:
         w.branch(f"{sums} < {_SAFE}", lambda: convolve(act), lambda: _apart(w, c, act, convolve))
     else:
@@ -68,8 +70,9 @@ def _feeds_convolutions(c: Call) -> bool:
     return any(user.target is torch.ops.dicp.conv.default for user in c.node.users)
 
 
-def _sums(w: Any, c: Call, x: View, weight: View, bias: Any, other: Any, measured: bool) -> str:
+def _sums(w: Any, call: ConvCall, measured: bool) -> str:
     """The variable with what no sum exceeds. measured: images may be read for it."""
+    x, weight, bias, other = call.x, call.weight, call.bias, call.other
     sums, factor = w.fresh("sums"), f"((const double*){w.packed(weight)})[1]"
     bounds = {id(v): _bound(w, v.buffer) for v in (x, other) if v is not None}
     added = ""
@@ -119,7 +122,10 @@ def _largest(w: Any, v: View, into: str) -> None:
 def _rectify(w: Any, c: Call, act: str) -> None:
     out = c.outputs[0]
     assert out is not None
-    data = w.pointer_to(c.args[3]) if w.is_over(c) else f"{out.name}_t.data<{STORAGE[out.dtype]}>()"
+    if w.is_over(c):
+        data = w.pointer_to(the_conv_call(c.node, c.args).other)
+    else:
+        data = f"{out.name}_t.data<{STORAGE[out.dtype]}>()"
     rectify(w, View(out, out.shape, out.strides), data, act)
 
 

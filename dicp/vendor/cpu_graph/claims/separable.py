@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from dicp.compat import size_hint
 from dicp.config import Config
+from dicp.ops.conv_call import SeparableCall, pair, separable_call
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import images
@@ -35,7 +36,6 @@ CONVERSIONS = 1.5
 """What channels-last spares, in the layout pass's bytes: that image and result are brought into it, less
 what the pass counts of any convolution."""
 
-_X, _W1, _B1, _OTHER, _W2, _B2, _W3, _B3, _STRIDE1, _PADDING1, _STRIDE2, _PADDING2, _ACT1, _ACT2 = range(14)
 _PARAMETERS = (
     "const {T}* x, const {T}* w1, const float* b1, const {T}* w2, const float* b2, const {T}* w3, "
     "const float* b3, const {T}* other, {T}* y, const int64_t* sizes, " + SPACE
@@ -69,33 +69,39 @@ def supports(node: fx.Node) -> bool:
     return _has_known_sizes(node) and _reads(node) and _fits(node)
 
 
-def _values(node: fx.Node, *positions: int) -> list[torch.Tensor]:
-    return [a.meta["val"] for k in positions if (a := node.args[k]) is not None]  # type: ignore[union-attr]
+def _call(node: fx.Node) -> SeparableCall:
+    """With the values of the tensors."""
+    call = separable_call(node, [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args])
+    assert call is not None, node.target
+    return call
 
 
 def _has_known_sizes(node: fx.Node) -> bool:
     """All but the batch, none of them 0."""
-    images = [*_values(node, _X), node.meta["val"]]
-    weights = _values(node, _W1, _B1, _W2, _B2, _W3, _B3)
+    call = _call(node)
+    images = [call.x, node.meta["val"]]
+    operands = (call.w1, call.b1, call.w2, call.b2, call.w3, call.b3)
+    weights = [v for v in operands if v is not None]
     sizes = [n for v in images for n in v.shape[1:]] + [n for v in weights for n in v.shape]
     return all(isinstance(n, int) and n > 0 for n in sizes)
 
 
 def _reads(node: fx.Node) -> bool:
     """Whether all is of dtypes that the template takes; products of 16-bit types take pairs."""
-    dtype = node.meta["val"].dtype
-    tensors, biases = _values(node, _X, _W1, _W2, _W3, _OTHER), _values(node, _B1, _B2, _B3)
-    if any(v.dtype != dtype for v in tensors) or any(v.dtype != torch.float32 for v in biases):
+    dtype, call = node.meta["val"].dtype, _call(node)
+    tensors, biases = (call.x, call.w1, call.w2, call.w3, call.other), (call.b1, call.b2, call.b3)
+    others = [v for v in tensors if v is not None and v.dtype != dtype]
+    if others or any(v is not None and v.dtype != torch.float32 for v in biases):
         return False
-    hidden, channels = tensors[1].shape[:2]
+    hidden, channels = call.w1.shape[:2]
     even = hidden % 2 == 0 and not (_is_pointwise(node) and channels % 2)
     return available(dtype) and (dtype == torch.float32 or even)
 
 
 def _fits(node: fx.Node) -> bool:
     """Whether blocks of weights and bands stay in the caches, and more than that is not lost."""
-    first, second = (v.shape for v in _values(node, _W1, _W2))
-    stride: Any = node.args[_STRIDE2]
+    call = _call(node)
+    first, second, stride = call.w1.shape, call.w2.shape, call.stride2
     square = second[2] == second[3] <= LARGEST_WINDOW and len({*stride}) == 1 and stride[0] <= second[2]
     result = node.meta["val"].shape
     small = max(math.prod(first[1:]), result[1]) <= DEEPEST and first[1] <= first[0]
@@ -111,7 +117,7 @@ def gain(node: fx.Node) -> float:
     """What channels-last spares, in the layout pass's bytes."""
     if node.target is not torch.ops.dicp.separable.default:
         return 0.0
-    values = (node.args[_X].meta["val"], node.meta["val"])  # type: ignore[union-attr]
+    values = (_call(node).x, node.meta["val"])
     return CONVERSIONS * sum(math.prod(size_hint(n) for n in v.shape) * v.element_size() for v in values)
 
 
@@ -129,22 +135,22 @@ def separable(node: fx.Node, config: Config) -> Claim | None:
 
 
 def _prepare(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-    out = list(images.prepare(_X, _OTHER)(lowering, node, args))
-    out[_W1] = lowering.in_order(args[_W1], images.CHANNELS_LAST)
-    for k in (_B1, _W2, _B2, _W3, _B3):
+    at = SeparableCall._fields.index
+    out = list(images.prepare(at("x"), at("other"))(lowering, node, args))
+    out[at("w1")] = lowering.in_order(args[at("w1")], images.CHANNELS_LAST)
+    for k in map(at, ("b1", "w2", "b2", "w3", "b3")):
         if args[k] is not None:
             out[k] = lowering.operand(args[k], dense=True)
     return out
 
 
 def _bands(node: fx.Node, threads: int) -> Bands:
-    a: Any = node.args
-    image, result = a[_X].meta["val"], node.meta["val"]
-    hidden, _, taps, _ = a[_W2].meta["val"].shape
-    _, width = _middle(image, a[_W1].meta["val"], a[_STRIDE1], a[_PADDING1])
+    call, result = _call(node), node.meta["val"]
+    hidden, _, taps, _ = call.w2.shape
+    _, width = _middle(call)
     _, results, rows, columns = result.shape
-    stride, pad = a[_STRIDE2][0], a[_PADDING2][-1]
-    batch = image.shape[0] if isinstance(image.shape[0], int) else None
+    stride, pad = call.stride2[0], call.padding2[-1]
+    batch = call.x.shape[0] if isinstance(call.x.shape[0], int) else None
 
     def tall(rows: int) -> int:
         return int((rows - 1) * stride + taps)
@@ -164,20 +170,17 @@ def _bands(node: fx.Node, threads: int) -> Bands:
     return Bands(chunk, chunks, whole_lines(results), wide, max(count, 1), of_band, tall(of_band))
 
 
-def _middle(image: Any, weight: Any, stride: Sequence[int], padding: Sequence[int]) -> tuple[Any, Any]:
-    """Height and width of what the first convolution makes, of tensors or views."""
-    size = zip(
-        image.shape[2:], weight.shape[2:], (stride[0], stride[-1]), (padding[0], padding[-1]), strict=True
-    )
+def _middle(call: SeparableCall) -> tuple[Any, Any]:
+    """Height and width of what the first convolution makes."""
+    size = zip(call.x.shape[2:], call.w1.shape[2:], pair(call.stride1), pair(call.padding1), strict=True)
     height, width = ((n + 2 * p - w) // s + 1 for n, w, s, p in size)
     return height, width
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     """Whether the first convolution is."""
-    a: Any = node.args
-    ones = (*a[_W1].meta["val"].shape[2:], *a[_STRIDE1])
-    return all(n == 1 for n in ones) and not any(a[_PADDING1])
+    call = _call(node)
+    return all(n == 1 for n in (*call.w1.shape[2:], *call.stride1)) and not any(call.padding1)
 
 
 def _even(n: int) -> int:
@@ -191,7 +194,7 @@ def _workspace(lowering: Any, node: fx.Node, args: Sequence[Any]) -> int:
 
 def _bytes(node: fx.Node, threads: int) -> int:
     cut, size = _bands(node, threads), node.meta["val"].element_size()
-    first, window = (node.args[k].meta["val"].shape for k in (_W1, _W2))  # type: ignore[union-attr]
+    first, window = _call(node).w1.shape, _call(node).w2.shape
     depth, area = _even(math.prod(first[1:])), math.prod(window[2:])
     weights = cut.chunks * cut.chunk * ((depth + cut.results) * size + 4 * (area + 2))
     gathered = 0 if _is_pointwise(node) else PIXELS * depth
@@ -201,27 +204,26 @@ def _bytes(node: fx.Node, threads: int) -> int:
 
 
 def _emit(w: Any, c: Call) -> None:
-    a = c.args
+    call = SeparableCall(*c.args)
     out = c.outputs[0]
     assert out is not None
-    y, x, other = View(out, out.shape, out.strides), a[_X], a[_OTHER]
-    hidden, taps = a[_W2].shape[0], a[_W2].shape[2]
-    pairs = [(p[0], p[-1]) for p in (a[_STRIDE1], a[_PADDING1], a[_PADDING2])]
-    middle = _middle(x, a[_W1], a[_STRIDE1], a[_PADDING1])
-    first = [*a[_W1].shape[2:], *pairs[0], *pairs[1]]
-    second = [hidden, *middle, *pairs[2], a[_STRIDE2][0]]
-    lie = [s for v in (x, y, other) for s in images.pitch(v)]
-    sizes, _ = w.ints([*x.shape, *first, *second, *y.shape[1:], *lie])
+    y = View(out, out.shape, out.strides)
+    hidden, _, taps, _ = call.w2.shape
+    first = [*call.w1.shape[2:], *pair(call.stride1), *pair(call.padding1)]
+    second = [hidden, *_middle(call), *pair(call.padding2), call.stride2[0]]
+    lie = [s for v in (call.x, y, call.other) for s in images.pitch(v)]
+    sizes, _ = w.ints([*call.x.shape, *first, *second, *y.shape[1:], *lie])
     word = STORAGE[out.dtype]
-    acts = (a[_ACT1], a[_ACT2])
+    acts = (call.act1, call.act2)
     of_acts = [activation_of(act) for act in acts]
     name = f"separable_{word}_{taps}_{'_'.join(acts)}"
     parameters = _PARAMETERS.format(T=word)
     types = ", ".join((word, str(taps), *(name.upper() for name, _ in of_acts)))
     limits = ", ".join(f"{{{low}, {high}}}" for _, (low, high) in of_acts)
     source = _SOURCE.format(name=name, parameters=parameters, types=types, limits=limits)
-    given = [w.pointer_to(a[k]) for k in (_X, _W1, _B1, _W2, _B2, _W3, _B3, _OTHER)]
-    w.call(c, w.template(name, parameters, source, "light"), [*given, w.pointer(out), sizes, *space(w, c)])
+    operands = (call.x, call.w1, call.b1, call.w2, call.b2, call.w3, call.b3, call.other)
+    given = [*map(w.pointer_to, operands), w.pointer(out)]
+    w.call(c, w.template(name, parameters, source, "light"), [*given, sizes, *space(w, c)])
 
 
 __all__ = ["gain", "separable", "supports"]

@@ -11,11 +11,12 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import size_hint
+from dicp.ops.conv_call import conv_call, pair, the_conv_call
 from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims import rectified
-from dicp.vendor.cpu_graph.claims.common import LIMITS, SPACE, argument, aten, onednn_has, space, whole_lines
+from dicp.vendor.cpu_graph.claims.common import LIMITS, SPACE, aten, onednn_has, space, whole_lines
 from dicp.vendor.cpu_graph.claims.images import pitch, prepare, strides, threads
 from dicp.vendor.cpu_graph.expression import STORAGE
 from dicp.vendor.cpu_graph.microkernels import available
@@ -99,30 +100,25 @@ class Window:
 def window_of(node: fx.Node) -> Window | None:
     """What the templates compute of this node: images of a dtype of TILE, a 3x3 window, stride 1; the
     gradient of the window in float32 only."""
-    a: Any = node.args
-    if node.target is torch.ops.dicp.conv.default:
-        image, weight, result, how = a[0], a[1], node.meta["val"], (*a[4:7], a[7])
-        plain = argument(node, 8, "act", "none") in LIMITS
-    elif node.target is aten.convolution_backward.default:
-        image, weight, result, how = a[0], a[2], a[1].meta["val"], (*a[4:7], a[9])
-        plain = not a[7] and (a[10][0] or weight.meta["val"].dtype == torch.float32)
-    else:
+    call = conv_call(node) if node.target is not aten.convolution.default else None
+    if call is None or call.act not in LIMITS or call.transposed:
         return None
-    val = weight.meta["val"]
+    image, made = (call.grad, call.x) if call.is_backward else (call.x, node)
+    result, val = made.meta["val"], call.weight.meta["val"]
     fits = (
-        plain
+        (not call.is_backward or call.mask[0] or val.dtype == torch.float32)
         and serves(val.dtype)
         and all(v.dtype == val.dtype for v in (image.meta["val"], result))
         and val.dim() == 4
         and tuple(val.shape[2:]) == (3, 3)
         and all(isinstance(n, int) for n in val.shape)
-        and all(s == 1 for s in (*how[0], *how[2], how[3]))
-        and all(0 <= p <= 2 for p in how[1])
+        and all(s == 1 for s in (*call.stride, *call.dilation, call.groups))
+        and all(0 <= p <= 2 for p in call.padding)
     )
     if not fits:
         return None
     batch, channels, rows, columns = (size_hint(n) for n in result.shape)
-    return Window(image, weight, (batch, rows, columns, channels))
+    return Window(image, call.weight, (batch, rows, columns, channels))
 
 
 def serves(dtype: torch.dtype) -> bool:
@@ -278,32 +274,34 @@ def gradient_bytes(channels: int, results: int, threads: int) -> int:
 
 def _emit_forward(w: Any, c: Call) -> None:
     """The call; where something was not finite, the library's convolution, which keeps it in its window."""
-    x, weight, bias, other, _, padding = c.args[:6]
-    act = argument(c.node, 8, "act", "none")
-    y = _emit(w, c, (x, weight, bias, other), padding, weight.strides, act, flipped=False)
+    call = the_conv_call(c.node, c.args)
+    x, weight, bias, other = call.x, call.weight, call.bias, call.other
+    y = _emit(w, c, (x, weight, bias, other), call.padding, weight.strides, call.act, flipped=False)
     added = "nullptr" if other is None else w.tensor(other)
-    pads, _ = w.ints([padding[0], padding[-1]])
+    pads, _ = w.ints(pair(call.padding))
     w.call(c, "convolve_into", [w.tensor(y), w.tensor(x), w.tensor(weight), w.optional(bias), added, pads])
-    if act in rectified.TOPS:
-        rectified.rectify(w, y, w.pointer_to(y), act)
+    if call.act in rectified.TOPS:
+        rectified.rectify(w, y, w.pointer_to(y), call.act)
     w.lines.append("}")
 
 
 def _emit_input(w: Any, c: Call) -> None:
-    grad, x, weight, _, _, padding = c.args[:6]
+    call = the_conv_call(c.node, c.args)
+    weight, turned_pads = call.weight, [2 - p for p in call.padding]
     turned = (weight.strides[1], weight.strides[0], *weight.strides[2:])
-    y = _emit(w, c, (grad, weight, None, None), [2 - p for p in padding], turned, "none", flipped=True)
-    pads, _ = w.ints([padding[0], padding[-1]])
-    w.call(c, "gradient_into", [*(w.tensor(v) for v in (y, grad, x, weight)), pads, "0"])
+    y = _emit(w, c, (call.grad, weight, None, None), turned_pads, turned, "none", flipped=True)
+    pads, _ = w.ints(pair(call.padding))
+    w.call(c, "gradient_into", [*(w.tensor(v) for v in (y, call.grad, call.x, weight)), pads, "0"])
     w.lines.append("}")
 
 
 def _emit_weight(w: Any, c: Call) -> None:
-    grad, x, weight, _, _, padding = c.args[:6]
+    call = the_conv_call(c.node, c.args)
+    grad, x, weight = call.grad, call.x, call.weight
     out = c.outputs[1]
     assert out is not None
     sizes, _ = w.ints(
-        [*x.shape, *grad.shape[1:], padding[0], padding[-1], *pitch(x), *pitch(grad), 0, 0, 0, *out.strides]
+        [*x.shape, *grad.shape[1:], *pair(call.padding), *pitch(x), *pitch(grad), 0, 0, 0, *out.strides]
     )
     name = w.template("winograd_gradient", _WINDOW_PARAMETERS, WINDOW_UNIT, "light")
     finite = w.fresh("finite")
@@ -311,7 +309,7 @@ def _emit_weight(w: Any, c: Call) -> None:
     pointers = [w.pointer_to(x), w.pointer_to(grad), w.pointer(out)]
     w.call(c, name, [*pointers, sizes, *space(w, c), f"&{finite}"])
     w.lines.append(f"if (!{finite}) {{")
-    pads, _ = w.ints([padding[0], padding[-1]])
+    pads, _ = w.ints(pair(call.padding))
     y = View(out, out.shape, out.strides)
     w.call(c, "gradient_into", [*(w.tensor(v) for v in (y, grad, x, weight)), pads, "1"])
     w.lines.append("}")
@@ -324,7 +322,7 @@ def _emit(w: Any, c: Call, given: Any, padding: Any, strides: Any, act: str, fli
     assert out is not None
     y = View(out, out.shape, out.strides)
     sizes, _ = w.ints(
-        [*x.shape, *y.shape[1:], padding[0], padding[-1]]
+        [*x.shape, *y.shape[1:], *pair(padding)]
         + [s for v in (x, y, other) for s in pitch(v)]
         + list(strides)
     )
