@@ -33,6 +33,11 @@ def _no_elements(node: fx.Node) -> bool:
     return any(isinstance(n, int) and n == 0 for v in _tensors(node) for n in v.shape)
 
 
+def _no_elements_along(node: fx.Node) -> bool:
+    shape, dim = next(_tensors(node)).shape, node.args[1]
+    return bool(shape) and isinstance(n := shape[dim], int) and n == 0  # type: ignore[call-overload]
+
+
 def _dim_out_of_range(node: fx.Node) -> bool:
     rank = max(1, next(_tensors(node)).dim())
     for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
@@ -65,6 +70,8 @@ def _refusals() -> dict[OpOverload, Callable[[fx.Node], bool]]:
         **{op: _mixed_dtypes for packet in one_dtype for op in _overloads(packet)},
         aten.max.default: _no_elements,
         aten.min.default: _no_elements,
+        aten.max.dim: _no_elements_along,
+        aten.min.dim: _no_elements_along,
     }
 
 

@@ -334,6 +334,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # by eager; the fake tensors of some to
     "linear": (F.linear, r(3, 4), r(4, 4), r(4).double()),
     "bits": (lambda x: x & x, r(3)),
     "max": (lambda x: x.max(), r(0)),
+    "max_of_rows": (lambda x: x.max(1), r(3, 0)),
+    "min_of_columns": (lambda x: x.min(-2).values, r(0, 3)),
 }
 
 
