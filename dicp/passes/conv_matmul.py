@@ -32,7 +32,7 @@ from dicp.passes.facts import aten, is_tensor, prims, same_dtype, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
 from dicp.passes.rules import Activations, Emitter, activations_of, finish, replace
-from dicp.vendor.base import Convolution, Part, VendorBase
+from dicp.vendor.base import Convolution, ConvolutionPart, VendorBase
 
 
 def convolution_of(node: Node) -> Convolution | None:
@@ -78,7 +78,7 @@ def _stored(x: Any) -> Any:
     return x
 
 
-def pays(vendor: VendorBase, part: Part, conv: Convolution | None) -> bool:
+def pays(vendor: VendorBase, part: ConvolutionPart, conv: Convolution | None) -> bool:
     """Whether the vendor would rather have that part as a matrix product."""
     return conv is not None and bool(vendor.matmul_pays(part, conv))
 

@@ -29,7 +29,7 @@ _STRIDE_READERS = (aten.as_strided.default, aten.view.dtype, aten.set_.source_Te
 
 
 @dataclasses.dataclass
-class Plan:
+class LayoutPlan:
     """The graph's values if convolutions ran channels-last, and what has to be converted for that."""
 
     values: dict[Node, Any]
@@ -67,7 +67,7 @@ def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
         return gm
     costs = vendor.layout_costs
     with mode, quiet_shapes(mode):
-        plan = Plan({}, constants=constants_of(gm))
+        plan = LayoutPlan({}, constants=constants_of(gm))
         plan.packed = frozenset(n for n in gm.graph.nodes if packed_form(vendor, n, plan.constants))
         plan.products = plan.packed.union(n for n in gm.graph.nodes if _is_product(n, vendor))
         plan.extra = {n: vendor.channels_last_gain(n) for n in gm.graph.nodes if _images(n)}
@@ -121,7 +121,7 @@ def _is_product(node: Node, vendor: VendorBase) -> bool:
     return any(pays(vendor, part, conv) for part in (("input", "weight") if backward else ("result",)))  # type: ignore[arg-type]
 
 
-def _may_pay(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
+def _may_pay(gm: GraphModule, plan: LayoutPlan, costs: LayoutCosts) -> bool:
     """A bound without propagation: convolutions whose results leave the graph pay for those at least."""
     free = gm.meta.get(FREE_OUTPUTS, ())
     bound = 0.0
@@ -160,7 +160,7 @@ def _weight(node: Node) -> Node:
     return the_conv_call(node).weight  # type: ignore[no-any-return]
 
 
-def _plan(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
+def _plan(gm: GraphModule, plan: LayoutPlan, costs: LayoutCosts) -> bool:
     """Fill the plan; False where strides that somebody relies on could not be had back."""
     converted: dict[tuple[Node, torch.memory_format], Any] = {}
     free = gm.meta.get(FREE_OUTPUTS, ())
@@ -180,7 +180,7 @@ def _plan(gm: GraphModule, plan: Plan, costs: LayoutCosts) -> bool:
 
 
 def _plan_inputs(
-    plan: Plan, node: Node, converted: dict[Any, Any], costs: LayoutCosts
+    plan: LayoutPlan, node: Node, converted: dict[Any, Any], costs: LayoutCosts
 ) -> Iterator[tuple[Node, Any]]:
     """The node's inputs as it gets them: a convolution's activations channels-last."""
     activations = _images(node)
@@ -215,7 +215,7 @@ def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
     return positions >= costs.min_positions or is_channels_last(result)
 
 
-def _weight_is_free(plan: Plan, weight: Node, node: Node) -> bool:
+def _weight_is_free(plan: LayoutPlan, weight: Node, node: Node) -> bool:
     """Whether the weight is had channels-last without moving more, and wanted so: not by an algorithm of the
     vendor's own for one convolution, which reads it as it lies."""
     alone = node.target is not torch.ops.dicp.separable.default
@@ -243,7 +243,7 @@ def _gain(node: Node, free: bool, costs: LayoutCosts, extra: float) -> float:
 
 
 def _plan_call(
-    plan: Plan,
+    plan: LayoutPlan,
     node: Node,
     wanted: dict[Node, Any],
     changed: list[Node],
@@ -282,7 +282,7 @@ def _called(node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _convert(
-    plan: Plan,
+    plan: LayoutPlan,
     consumer: Node,
     source: Node,
     order: torch.memory_format,
@@ -298,7 +298,7 @@ def _convert(
     return converted[key]
 
 
-def _plan_outputs(plan: Plan, output: Node, free: Any, costs: LayoutCosts) -> bool:
+def _plan_outputs(plan: LayoutPlan, output: Node, free: Any, costs: LayoutCosts) -> bool:
     results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     for i, node in enumerate(results):
         if not isinstance(node, Node) or i in free or not isinstance(value_of(node), torch.Tensor):
@@ -323,7 +323,7 @@ def _order_of(value: torch.Tensor) -> torch.memory_format | None:
     return None
 
 
-def _carry_out(graph: Graph, plan: Plan) -> None:
+def _carry_out(graph: Graph, plan: LayoutPlan) -> None:
     """Insert the copies, and give every node the value it was planned with."""
     traced = {node: value_of(node) for node in plan.values}
     for node, value in plan.values.items():

@@ -31,7 +31,7 @@ from dicp.runtime.program import Program
 from dicp.runtime.support import expect
 from dicp.runtime.verification import Due, maker
 from dicp.schedule.defs import Call, Lowered
-from dicp.schedule.memory import Plan
+from dicp.schedule.memory import MemoryPlan
 from dicp.schedule.partition import Part, is_size
 from dicp.schedule.strides import dense_strides, order_of
 from dicp.schedule.traced import may_be_marked
@@ -47,7 +47,7 @@ def assemble_parts(
     The program lists the parts as library calls and the other calls as externs. Raises UnsupportedOp where
     strict mode forbids those, and what the vendor's `build` raises.
     """
-    program = Program(name, Lowered(), [], Plan())
+    program = Program(name, Lowered(), [], MemoryPlan())
     writer = _Writer(gm, steps)
     for step in steps:
         if isinstance(step, Part):

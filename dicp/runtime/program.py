@@ -16,7 +16,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.schedule.defs import Buffer, Call, Lowered, views
 from dicp.schedule.kernels import Item, Launch
-from dicp.schedule.memory import Plan
+from dicp.schedule.memory import MemoryPlan
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Program:
     name: str
     lowered: Lowered
     items: list[Item]
-    plan: Plan
+    plan: MemoryPlan
     steps: list[Segment | Call] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)  # generated, by file name
     begun: Any = None  # what the vendor began to build before there was a program (vendor.base.Vendor.begin)
@@ -127,7 +127,7 @@ def make_program(
     name: str,
     lowered: Lowered,
     items: list[Item],
-    plan: Plan,
+    plan: MemoryPlan,
     owned: Set[str] = frozenset(),
     results: ResultMemory = "new",
     saved: Set[str] = frozenset(),
@@ -192,7 +192,7 @@ def _allocate_and_free(program: Program) -> None:
                     step.kept.append(name)
 
 
-def _library_results(item: Item, plan: Plan) -> list[str]:
+def _library_results(item: Item, plan: MemoryPlan) -> list[str]:
     """What the library allocates for a call: not what it writes over an operand."""
     outputs = [b for b in item.outputs if b is not None] if isinstance(item, Call) else []
     return [b.name for b in outputs if b.kind == "library" and plan.find(b.name) == b.name]
@@ -215,7 +215,7 @@ def _unbacked(lowered: Lowered, x: Any) -> set[Any]:
     return {s for n in numbers for s in lowered.symbols.unbacked(n)}
 
 
-def _dying(lowered: Lowered, plan: Plan, owned: Set[str]) -> Counter[int]:
+def _dying(lowered: Lowered, plan: MemoryPlan, owned: Set[str]) -> Counter[int]:
     """Bytes that each item is the last to use: of owned inputs, and of temporaries with their own memory."""
     inputs = {b.name for b in lowered.inputs if isinstance(b, Buffer)} & owned & plan.last_use.keys()
     out: Counter[int] = Counter()
@@ -224,7 +224,7 @@ def _dying(lowered: Lowered, plan: Plan, owned: Set[str]) -> Counter[int]:
     return out
 
 
-def _coming(lowered: Lowered, plan: Plan) -> Counter[int]:
+def _coming(lowered: Lowered, plan: MemoryPlan) -> Counter[int]:
     """Bytes of the temporaries with their own memory that each item is the first to use."""
     out: Counter[int] = Counter()
     for name, k in plan.spilled.items():

@@ -27,7 +27,7 @@ ALIGN = 64  # bytes: a cache line, and the widest vector
 
 
 @dataclass(eq=False)
-class Plan:
+class MemoryPlan:
     """`offset`: bytes into the arena by buffer name. `maxima`: what symbols in offsets and in `size` stand
     for, each the largest of its numbers, in the order of computing. `root`: the buffer whose memory a buffer
     shares. `borrowed`: temporaries in a result's memory, with the result and the bytes into it. `spilled`:
@@ -65,7 +65,7 @@ class _Work:
 
     items: list[Item]
     lowered: Lowered
-    plan: Plan
+    plan: MemoryPlan
     owned: Set[str]
     start: dict[str, int]
     end: dict[str, int]
@@ -77,9 +77,9 @@ class _Work:
         return Lifetime(name, self.lowered.symbols.hint(nbytes), start, end)
 
 
-def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset()) -> Plan:
+def plan_memory(items: list[Item], lowered: Lowered, owned: Set[str] = frozenset()) -> MemoryPlan:
     """owned: inputs that nobody else holds, which are freed after their last use."""
-    plan = Plan()
+    plan = MemoryPlan()
     plan.root.update({b.name: b.base.name for b in lowered.buffers.values() if b.base is not None})
     held = _held(items, plan)
     for b in lowered.buffers.values():
@@ -112,7 +112,7 @@ _CALLED = ("aten", "prims", "dicp", "quantized", "mkldnn")
 """Namespaces of operators that need their operands while they run, and no longer."""
 
 
-def _held(items: list[Item], plan: Plan) -> set[str]:
+def _held(items: list[Item], plan: MemoryPlan) -> set[str]:
     """Roots that are handed to operators which may keep them: a collective of torch.distributed reads its
     operands until somebody waits for it, and a user's may put them into a list. Nothing else is ever written
     there then."""
@@ -121,7 +121,9 @@ def _held(items: list[Item], plan: Plan) -> set[str]:
     return {plan.find(v.buffer.name) for c in keep for v in views((c.args, c.kwargs))}
 
 
-def _lifetimes(items: list[Item], lowered: Lowered, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
+def _lifetimes(
+    items: list[Item], lowered: Lowered, plan: MemoryPlan
+) -> tuple[dict[str, int], dict[str, int]]:
     start: dict[str, int] = {}
     end: dict[str, int] = {}
     for k, item in enumerate(items):
@@ -306,4 +308,4 @@ def _outside(work: _Work) -> tuple[list[Lifetime], list[Lifetime]]:
     return out, apart
 
 
-__all__ = ["Call", "Plan", "View", "plan_memory", "touched"]
+__all__ = ["Call", "MemoryPlan", "View", "plan_memory", "touched"]

@@ -115,7 +115,7 @@ class Load:
         return self.amount / ms / 1e6
 
 
-Part = Literal["result", "input", "weight"]
+ConvolutionPart = Literal["result", "input", "weight"]
 """What is computed: the convolution's result, or the gradient of its input or of its weight."""
 
 
@@ -212,7 +212,7 @@ class VendorBase:
         """
         raise CacheError(f"{self.name} loads no programs")
 
-    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
+    def matmul_pays(self, part: ConvolutionPart, conv: Convolution) -> bool:
         """Whether a convolution's result or gradient is better a matrix product (passes/conv_matmul.py)."""
         return False
 

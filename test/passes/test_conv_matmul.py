@@ -16,7 +16,7 @@ from dicp.ops.library import register
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import convolution_of, rewrite_conv_matmul
 from dicp.passes.widen import widen
-from dicp.vendor.base import Convolution, Part
+from dicp.vendor.base import Convolution, ConvolutionPart
 from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl
 
 T = torch.Tensor
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 class Products(claims):
     """A vendor that wants every product but the gathered gradient of the input."""
 
-    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
+    def matmul_pays(self, part: ConvolutionPart, conv: Convolution) -> bool:
         return True
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.config import Config
-from dicp.vendor.base import Claim, Convolution, Load, Machine, Part, Vendor, first
+from dicp.vendor.base import Claim, Convolution, ConvolutionPart, Load, Machine, Vendor, first
 
 
 class CpuGraph(Vendor):
@@ -60,7 +60,7 @@ class CpuGraph(Vendor):
         pooled = config.keep_results  # libraries take from malloc
         return Machine(torch.get_num_threads(), lanes(config), device="cpu", one_allocator=not pooled)
 
-    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
+    def matmul_pays(self, part: ConvolutionPart, conv: Convolution) -> bool:
         """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""
         from dicp.vendor.cpu_graph.claims import matmul_pays
 

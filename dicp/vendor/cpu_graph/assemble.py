@@ -15,7 +15,7 @@ from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import NativeSegment, Runner
 from dicp.schedule.defs import Call, Lowered, View
 from dicp.schedule.kernels import Launch
-from dicp.schedule.memory import Plan
+from dicp.schedule.memory import MemoryPlan
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Build, Library, Unit
 from dicp.vendor.cpu_graph.launching import bind, get_launcher
@@ -54,7 +54,7 @@ def _length_of_header(unit: Unit) -> int:
 def _templates(calls: Sequence[Call]) -> dict[str, Unit]:
     """By function the templates that calls are of, whatever their memory will be. Of calls that
     look alike the first speaks for all: what it does not name, `finish` builds."""
-    writer = SegmentWriter("unplanned", Plan(), {}, ())
+    writer = SegmentWriter("unplanned", MemoryPlan(), {}, ())
     seen: set[str] = set()
     for call in calls:
         likeness = _likeness(call)

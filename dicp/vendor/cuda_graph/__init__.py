@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.config import Config
-from dicp.vendor.base import Claim, Convolution, Load, Machine, Part, Vendor, first
+from dicp.vendor.base import Claim, Convolution, ConvolutionPart, Load, Machine, Vendor, first
 
 
 def gpu(threads: int) -> Machine:
@@ -77,7 +77,7 @@ class CudaGraph(Vendor):
 
         return candidates(node, config)
 
-    def matmul_pays(self, part: Part, conv: Convolution) -> bool:
+    def matmul_pays(self, part: ConvolutionPart, conv: Convolution) -> bool:
         """Whether a convolution's result or gradient is better a matrix product (dicp.passes.conv_matmul)."""
         from dicp.vendor.cuda_graph.convolution import matmul_pays
 

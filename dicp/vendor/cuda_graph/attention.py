@@ -22,7 +22,7 @@ from dicp.schedule.defs import Buffer, Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph.products import FLOATS, multiprocessors, precision
 from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
-from dicp.vendor.cuda_graph.templates.attention import Attention, Plan, kernels
+from dicp.vendor.cuda_graph.templates.attention import Attention, Tiling, kernels
 
 aten = torch.ops.aten
 MAX_DEPTH = 256
@@ -58,42 +58,42 @@ def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     given = None if mask is None else mask.meta["val"]
     if given is not None and not (given.dtype == torch.bool or given.dtype.is_floating_point):
         return [library]
-    cuts = plans(*vals)
-    made = [_template(node, config, plan) for plan in cuts]
+    cuts = tilings(*vals)
+    made = [_template(node, config, tiling) for tiling in cuts]
     copies = given is not None and (causal or given.dtype != vals[0].dtype or known[0] != known[1])
     split = given is not None and cuts[0].parts > 1 and _tile_rows(vals[0], vals[1]) <= PACKED_ROWS
     first = copies or split or known[2] != known[3]
     return [made[0], library, *made[1:]] if first else [library, *made]
 
 
-def plans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Plan]:
+def tilings(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Tiling]:
     """Ways to cut attention, best first."""
-    whole = _whole_plans(q, k, v)
+    whole = _whole_tilings(q, k, v)
     parts = _parts(q, k, whole[0])
     return [replace(whole[0], parts=parts), *whole] if parts > 1 else whole
 
 
-def _parts(q: torch.Tensor, k: torch.Tensor, plan: Plan) -> int:
+def _parts(q: torch.Tensor, k: torch.Tensor, tiling: Tiling) -> int:
     """Parts of the keys until there are two programs for each multiprocessor, each of at least two steps."""
     heads = k.shape[1] if _packs(q, k) else q.shape[1]
-    programs = size_hint(q.shape[0]) * heads * -(-_tile_rows(q, k) // plan.queries)
+    programs = size_hint(q.shape[0]) * heads * -(-_tile_rows(q, k) // tiling.queries)
     parts = 1
     while (
         parts < MAX_PARTS
         and programs * parts < 2 * multiprocessors()
-        and size_hint(k.shape[2]) >= 4 * parts * plan.keys
+        and size_hint(k.shape[2]) >= 4 * parts * tiling.keys
     ):
         parts *= 2
     return parts
 
 
-def _whole_plans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Plan]:
+def _whole_tilings(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Tiling]:
     rows, depth = _tile_rows(q, k), max(q.shape[3], v.shape[3])
     most = 128 if q.dtype != torch.float32 and depth <= 128 else 64 if depth <= 128 else 32
     queries = next((n for n in (16, 32, 64) if n >= rows and n <= most), most)
     keys = 64 if q.dtype != torch.float32 and depth <= 128 else 32
-    out = [Plan(queries, keys, 8 if queries == 128 else 4), Plan(queries, keys // 2)]
-    return out + ([Plan(queries // 2, keys)] if queries > 16 else [])
+    out = [Tiling(queries, keys, 8 if queries == 128 else 4), Tiling(queries, keys // 2)]
+    return out + ([Tiling(queries // 2, keys)] if queries > 16 else [])
 
 
 def _packs(q: Any, k: Any) -> bool:
@@ -105,11 +105,11 @@ def _tile_rows(q: torch.Tensor, k: torch.Tensor) -> int:
     return size_hint(q.shape[2]) * (q.shape[1] // k.shape[1] if _packs(q, k) else 1)
 
 
-def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, tiling: Tiling) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
-        return kernels(_attention(c), plan, (c.note,) if c.note else (), config.interpret)
+        return kernels(_attention(c), tiling, (c.note,) if c.note else (), config.interpret)
 
-    return claim(f"attention: Triton {plan}", made)
+    return claim(f"attention: Triton {tiling}", made)
 
 
 def _attention(c: Call) -> Attention:
@@ -158,4 +158,4 @@ def _spread(mask: View) -> tuple[Any, ...]:
     return (*[0] * (4 - len(strides)), *strides)
 
 
-__all__ = ["candidates", "plans"]
+__all__ = ["candidates", "tilings"]

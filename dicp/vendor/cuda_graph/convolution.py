@@ -29,7 +29,7 @@ from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph import products
 from dicp.vendor.cuda_graph.templates import Launched, claim
 from dicp.vendor.cuda_graph.templates.convolution import convolution, kernels
-from dicp.vendor.cuda_graph.templates.product import Plan
+from dicp.vendor.cuda_graph.templates.product import Tiling
 
 aten = torch.ops.aten
 FUSED_TERMS = {torch.float32: 64, torch.bfloat16: 256, torch.float16: 256}
@@ -122,19 +122,19 @@ def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     """The claims of a convolution, the one to take without measuring first."""
     if config.numerics == "eager" or not _served(node):
         return [library]
-    made = [_template(node, config, plan) for plan in _plans(node)]
+    made = [_template(node, config, tiling) for tiling in _tilings(node)]
     return [made[0], library, *made[1:]] if _template_first(node) else [library, *made]
 
 
-def _plans(node: fx.Node) -> list[Plan]:
+def _tilings(node: fx.Node) -> list[Tiling]:
     batch, channels, height, width = (size_hint(n) for n in node.meta["val"].shape)
     pixels = max(64, batch * height * width)  # as for rows that vary: tiles, not rows one by one
     dtype = node.meta["val"].dtype
-    cuts = products.plans(pixels, channels, _terms(node), 1, dtype, few=False, along_k=True, widest=128)
+    cuts = products.tilings(pixels, channels, _terms(node), 1, dtype, few=False, along_k=True, widest=128)
     return list(dict.fromkeys(replace(p, split=1) for p in cuts))
 
 
-def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, tiling: Tiling) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
         call, y = the_conv_call(c.node, c.args), c.outputs[0]
         problem = convolution(
@@ -149,9 +149,9 @@ def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
             call.act,
             precision(),
         )
-        return kernels(problem, plan, (c.note,) if c.note else (), config.interpret)
+        return kernels(problem, tiling, (c.note,) if c.note else (), config.interpret)
 
-    return claim(f"convolution: Triton {plan}", made, strides=_strides, prepare=_in_layout(node))
+    return claim(f"convolution: Triton {tiling}", made, strides=_strides, prepare=_in_layout(node))
 
 
 # -- the library ---------------------------------------------------------------------------------------------

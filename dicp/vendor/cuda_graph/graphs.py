@@ -107,7 +107,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Part:
+class InputView:
     """A result that is a view of the input at this position, which lies where the caller has it."""
 
     position: int
@@ -367,12 +367,16 @@ class Graphed:
         instance.replay()
         for k in self.mutated & set(instance.static):
             args[k].copy_(instance.static[k], non_blocking=True)
-        out = tuple(
-            r.of(args) if isinstance(r, (Given, Part)) else r.detach() if isinstance(r, torch.Tensor) else r
-            for r in instance.results
-        )
+        out = tuple(_result(r, args) for r in instance.results)
         args.clear()
         return out
+
+
+def _result(r: Any, args: list[Any]) -> Any:
+    """What a call returns: a tensor of its own on the memory of the capture, or of an input."""
+    if isinstance(r, (Given, InputView)):
+        return r.of(args)
+    return r.detach() if isinstance(r, torch.Tensor) else r
 
 
 def stored(t: torch.Tensor) -> torch.Tensor:
@@ -397,7 +401,7 @@ def _kept(results: list[Any], given: list[Any], in_place: dict[int, int]) -> lis
             kept.append(Given(whole[id(r)]))
         elif at is not None and r.dtype == given[at].dtype and not is_marked(r):
             begin = int(r.storage_offset()) - int(given[at].storage_offset())
-            kept.append(Part(at, tuple(r.shape), r.stride(), begin))
+            kept.append(InputView(at, tuple(r.shape), r.stride(), begin))
         else:
             kept.append(r)
     return kept

@@ -19,7 +19,7 @@ from dicp.vendor.base import Claim, dense
 from dicp.vendor.cuda_graph import products
 from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
 from dicp.vendor.cuda_graph.templates.grouped import Axis, Grouped, kernels
-from dicp.vendor.cuda_graph.templates.product import Plan
+from dicp.vendor.cuda_graph.templates.product import Tiling
 
 HOPPER = (9, 0)
 
@@ -29,7 +29,7 @@ def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     axis = _axis(node)
     if config.numerics == "eager" or axis is None:
         return [library]
-    made = [_template(node, config, axis, plan) for plan in _plans(node, axis)]
+    made = [_template(node, config, axis, tiling) for tiling in _tilings(node, axis)]
     return [library, *made] if _has_kernel() else [*made[:1], library, *made[1:]]
 
 
@@ -51,7 +51,7 @@ def _axis(node: fx.Node) -> Axis | None:
     return forms.get((x.dim(), y.dim()))
 
 
-def _plans(node: fx.Node, axis: Axis) -> list[Plan]:
+def _tilings(node: fx.Node, axis: Axis) -> list[Tiling]:
     """Ways to cut it, best first, for groups of equal size."""
     x, y, offsets = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
     groups = max(1, size_hint(offsets.shape[0]))
@@ -59,15 +59,15 @@ def _plans(node: fx.Node, axis: Axis) -> list[Plan]:
     extents[axis] = max(1, extents[axis] // groups)
     m, n, k = extents["m"], extents["n"], extents["k"]
     along_k = size_hint(y.stride(-2)) == 1
-    cuts = products.plans(m, n, k, groups, x.dtype, few=False, along_k=along_k, widest=128)
+    cuts = products.tilings(m, n, k, groups, x.dtype, few=False, along_k=along_k, widest=128)
     return list(dict.fromkeys(replace(p, split=1) for p in cuts))
 
 
-def _template(node: fx.Node, config: Config, axis: Axis, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, axis: Axis, tiling: Tiling) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
-        return kernels(_grouped(c, axis), plan, (c.note,) if c.note else (), config.interpret)
+        return kernels(_grouped(c, axis), tiling, (c.note,) if c.note else (), config.interpret)
 
-    return claim(f"_grouped_mm: Triton {plan}", made, prepare=dense(2))
+    return claim(f"_grouped_mm: Triton {tiling}", made, prepare=dense(2))
 
 
 def _grouped(c: Call, axis: Axis) -> Grouped:

@@ -19,7 +19,7 @@ from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph import products
 from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
 from dicp.vendor.cuda_graph.templates.linears import Linears, kernels
-from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Plan
+from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Tiling
 
 MOST = 6  # weights of a launch
 
@@ -45,10 +45,10 @@ def supports(node: fx.Node) -> bool:
 
 def candidates(node: fx.Node, config: Config) -> list[Claim]:
     """The claims of the call, the one to take without measuring first."""
-    return [_template(node, config, plan) for plan in _plans(node)]
+    return [_template(node, config, tiling) for tiling in _tilings(node)]
 
 
-def _plans(node: fx.Node) -> list[Plan]:
+def _tilings(node: fx.Node) -> list[Tiling]:
     """As a product's of as many columns; gated, half of them from each of two weights."""
     x, ws = (map_arg(node.args[k], lambda n: n.meta["val"]) for k in (0, 3))
     cuts = [_cut(x, ws, wide) for wide in (False, True)]
@@ -56,17 +56,17 @@ def _plans(node: fx.Node) -> list[Plan]:
     return list(dict.fromkeys(replace(p, n=max(1, p.n // share), split=1) for p in cuts))
 
 
-def _cut(x: torch.Tensor, ws: Sequence[torch.Tensor], wide: bool = False) -> Plan:
+def _cut(x: torch.Tensor, ws: Sequence[torch.Tensor], wide: bool = False) -> Tiling:
     """How a product of all the columns is cut."""
     rows, columns = math.prod(x.shape[:-1]), sum(w.shape[0] for w in ws)
     return products.few_rows(rows, columns, x.shape[-1], 1, ws[0].dtype, True, wide)
 
 
-def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, tiling: Tiling) -> Claim:
     def made(c: Call) -> Sequence[Launched]:
-        return kernels(_linears(c), plan, (c.note,) if c.note else (), config.interpret)
+        return kernels(_linears(c), tiling, (c.note,) if c.note else (), config.interpret)
 
-    return claim(f"linears: Triton {plan}", made, prepare=_dense)
+    return claim(f"linears: Triton {tiling}", made, prepare=_dense)
 
 
 def _dense(lowering: Any, node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:

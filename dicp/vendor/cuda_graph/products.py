@@ -26,7 +26,7 @@ from dicp.ops.library import ACTIVATIONS
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
-from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Plan, Product, kernels
+from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Product, Tiling, kernels
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,12 +71,12 @@ def multiprocessors() -> int:
     return int(torch.cuda.get_device_properties().multi_processor_count)
 
 
-# -- plans ---------------------------------------------------------------------------------------------------
+# -- tilings ------------------------------------------------------------------------------------------------
 
 
-def plans(
+def tilings(
     m: int, n: int, k: int, batch: int, dtype: torch.dtype, few: bool, along_k: bool, widest: int = 256
-) -> list[Plan]:
+) -> list[Tiling]:
     """Ways to cut a product, best first. few: m is known; along_k: neighbours in b are neighbours along k;
     widest: columns of a tile at the most."""
     out = []
@@ -85,24 +85,24 @@ def plans(
     if m <= 64:
         height = 16 if m <= 16 else 32 if m <= 32 else 64
         step = 32 if dtype == torch.float32 else 64
-        out += [_split(Plan("tile", height, columns, step), m, n, k, batch) for columns in (64, 32, 128)]
+        out += [_split(Tiling("tile", height, columns, step), m, n, k, batch) for columns in (64, 32, 128)]
         return out
     half = dtype != torch.float32
-    tiles = [Plan("tile", a, b, 64 if half else 32, warps=w) for a, b, w in (HALF_TILES if half else TILES)]
+    tiles = [Tiling("tile", a, b, 64 if half else 32, warps=w) for a, b, w in (HALF_TILES if half else TILES)]
     fitting = [p for p in tiles if p.n <= widest and p.n < 2 * max(n, 64)]
     # stable: the largest that fills the chip, or those that leave the least of it idle
     fitting.sort(key=lambda p: max(0, multiprocessors() - _count(p, m, n, batch)))
     return [*out, *fitting]
 
 
-def _count(plan: Plan, m: int, n: int, batch: int) -> int:
-    rows = 1 if plan.form == "rows" else -(-m // plan.m)
-    return batch * rows * -(-n // plan.n)
+def _count(tiling: Tiling, m: int, n: int, batch: int) -> int:
+    rows = 1 if tiling.form == "rows" else -(-m // tiling.m)
+    return batch * rows * -(-n // tiling.n)
 
 
 def few_rows(
     m: int, n: int, k: int, batch: int, dtype: torch.dtype, along_k: bool, wide: bool = False
-) -> Plan:
+) -> Tiling:
     """dtype: of the weights. On an H200, in bfloat16, a row by weights of 4096x4096, 11008x4096 and
     4096x11008 takes 10.5, 23.7 and 23.4 us with 4 columns and 1,024 terms a step, 12.3, 27.5 and 29.6 with 8
     and 512."""
@@ -116,19 +116,19 @@ def few_rows(
             step //= 2
         while columns > 2 and batch * n < 2 * columns * multiprocessors():
             columns //= 2  # rather than parts along k, which a second kernel adds
-    return _split(Plan("rows", m, columns, step, stages=4), m, n, k, batch)
+    return _split(Tiling("rows", m, columns, step, stages=4), m, n, k, batch)
 
 
-def _split(plan: Plan, m: int, n: int, k: int, batch: int) -> Plan:
+def _split(tiling: Tiling, m: int, n: int, k: int, batch: int) -> Tiling:
     """In parts along k, until there are two programs for each multiprocessor, each of at least four steps."""
     split = 1
     while (
         split < MAX_SPLIT
-        and _count(plan, m, n, batch) * split < 2 * multiprocessors()
-        and k >= 8 * split * plan.k
+        and _count(tiling, m, n, batch) * split < 2 * multiprocessors()
+        and k >= 8 * split * tiling.k
     ):
         split *= 2
-    return Plan(plan.form, plan.m, plan.n, plan.k, split, plan.warps, plan.stages)
+    return Tiling(tiling.form, tiling.m, tiling.n, tiling.k, split, tiling.warps, tiling.stages)
 
 
 # -- claims --------------------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
     m, n, k, batch = _sizes(node)
     rows = _known_rows(node)
     along_k = size_hint(b.stride(-1 if linear else -2)) == 1
-    cuts = plans(m if rows is not None else max(m, 64), n, k, batch, val.dtype, rows is not None, along_k)
-    made: list[Claim] = [_template(node, config, plan) for plan in dict.fromkeys(cuts)]
+    cuts = tilings(m if rows is not None else max(m, 64), n, k, batch, val.dtype, rows is not None, along_k)
+    made: list[Claim] = [_template(node, config, tiling) for tiling in dict.fromkeys(cuts)]
     if linear:
         first = _template_first(node, str((*node.args, *[None] * 5)[4] or "none"))
     else:
@@ -261,18 +261,18 @@ def scaled(node: fx.Node, config: Config) -> list[Claim]:
     x, w = _factors(node)
     along_k = size_hint(w.stride(-1)) == 1
     few = [few_rows(m, n, k, 1, w.dtype, along_k, wide) for wide in (False, True)] if m <= MAX_ROWS else []
-    tiles = plans(max(m, MAX_ROWS + 1), n, k, 1, x.dtype, True, along_k)
-    return [_template(node, config, plan) for plan in dict.fromkeys([*few, *tiles])]
+    tiles = tilings(max(m, MAX_ROWS + 1), n, k, 1, x.dtype, True, along_k)
+    return [_template(node, config, tiling) for tiling in dict.fromkeys([*few, *tiles])]
 
 
-def _template(node: fx.Node, config: Config, plan: Plan) -> Claim:
+def _template(node: fx.Node, config: Config, tiling: Tiling) -> Claim:
     linear = _is_linear(node)
 
     def made(c: Call) -> Sequence[Launched]:
         product = _linear(c) if linear else _matrix(c)
-        return kernels(product, plan, (c.note,) if c.note else (), config.interpret)
+        return kernels(product, tiling, (c.note,) if c.note else (), config.interpret)
 
-    name = f"{_name(node)}: Triton {plan}"
+    name = f"{_name(node)}: Triton {tiling}"
     if linear:
         other = 4 if node.target is torch.ops.dicp.scaled_linear.default else 3
         return claim(name, made, prepare=dense(0, other))
@@ -453,7 +453,7 @@ __all__ = [
     "candidates",
     "few_rows",
     "linear_library",
-    "plans",
+    "tilings",
     "precision",
     "scaled",
     "supports_linear",

@@ -16,13 +16,13 @@ from dicp import compiler
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import dicp_cuda
 from dicp.ops.library import attention as reference
-from dicp.vendor.cuda_graph.attention import _spread, plans
+from dicp.vendor.cuda_graph.attention import _spread, tilings
 from dicp.vendor.cuda_graph.templates import Operand
-from dicp.vendor.cuda_graph.templates.attention import Attention, Plan, kernels
+from dicp.vendor.cuda_graph.templates.attention import Attention, Tiling, kernels
 
 B, H, S, T, D = 2, 4, 21, 37, 24
-PLAN = Plan(16, 16)
-SPLIT = Plan(16, 16, parts=4)
+TILING = Tiling(16, 16)
+SPLIT = Tiling(16, 16, parts=4)
 """37 keys are three steps: of four parts one is empty."""
 MASKS: dict[str, Callable[[], torch.Tensor | None]] = {
     "none": lambda: None,
@@ -69,9 +69,9 @@ def attention(
 
 
 def check(
-    made: Attention, tensors: dict[str, torch.Tensor], config: Config, plan: Plan = PLAN, **how: Any
+    made: Attention, tensors: dict[str, torch.Tensor], config: Config, tiling: Tiling = TILING, **how: Any
 ) -> None:
-    run(kernels(made, plan, ()), tensors, config, **how)
+    run(kernels(made, tiling, ()), tensors, config, **how)
     q, k, v = (tensors[n].double() for n in "qkv")
     mask = tensors.get("mask")
     mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
@@ -80,38 +80,38 @@ def check(
     torch.testing.assert_close(tensors["out"].double(), want, rtol=loose, atol=loose)
 
 
-@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
+@pytest.mark.parametrize("tiling", [TILING, SPLIT], ids=["whole", "parts"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask: str, causal: bool, plan: Plan, config: Config) -> None:
-    check(*attention(MASKS[mask](), causal=causal), config, plan)
+def test_masks(mask: str, causal: bool, tiling: Tiling, config: Config) -> None:
+    check(*attention(MASKS[mask](), causal=causal), config, tiling)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
-def test_depths_and_dtypes(dtype: torch.dtype, plan: Plan, config: Config) -> None:
-    check(*attention(dtype=dtype, value_depth=40, causal=True), config, plan)
+@pytest.mark.parametrize("tiling", [TILING, SPLIT], ids=["whole", "parts"])
+def test_depths_and_dtypes(dtype: torch.dtype, tiling: Tiling, config: Config) -> None:
+    check(*attention(dtype=dtype, value_depth=40, causal=True), config, tiling)
 
 
-@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
+@pytest.mark.parametrize("tiling", [TILING, SPLIT], ids=["whole", "parts"])
 @pytest.mark.parametrize("rows, packed", [(21, False), (3, True), (1, True), (9, True)])
-def test_grouped_heads(rows: int, packed: bool, plan: Plan, config: Config) -> None:
+def test_grouped_heads(rows: int, packed: bool, tiling: Tiling, config: Config) -> None:
     mask = torch.randn(B, H, rows, T)
-    check(*attention(mask, kv_heads=2, rows=rows, packed=packed, causal=rows == 9), config, plan)
+    check(*attention(mask, kv_heads=2, rows=rows, packed=packed, causal=rows == 9), config, tiling)
 
 
-@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
-def test_64_bit_positions(plan: Plan, config: Config) -> None:
-    check(*attention(MASKS["bools"](), kv_heads=1), config, plan, wide=True)
+@pytest.mark.parametrize("tiling", [TILING, SPLIT], ids=["whole", "parts"])
+def test_64_bit_positions(tiling: Tiling, config: Config) -> None:
+    check(*attention(MASKS["bools"](), kv_heads=1), config, tiling, wide=True)
 
 
-@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["whole", "parts"])
-def test_log_of_the_sums(plan: Plan, config: Config) -> None:
+@pytest.mark.parametrize("tiling", [TILING, SPLIT], ids=["whole", "parts"])
+def test_log_of_the_sums(tiling: Tiling, config: Config) -> None:
     """Closed rows and those beyond the end are infinite: what they scored then weighs nothing."""
     mask = torch.ones(S, T, dtype=torch.bool)
     mask[4] = False
     made, tensors = attention(mask, log_rows=32)
-    check(made, tensors, config, plan)
+    check(made, tensors, config, tiling)
     scores = (tensors["q"] @ tensors["k"].transpose(2, 3) * made.scale).masked_fill(~mask, float("-inf"))
     want = torch.full((B, H, 32), float("inf"))
     want[..., :S] = scores.logsumexp(-1)
@@ -126,7 +126,7 @@ def test_it_compiles_for_every_gpu(config: Config) -> None:
         ],
         attention(MASKS["columns"](), kv_heads=2, rows=1, packed=True)[0],
     ]
-    sources = [made.template for a in made for plan in (PLAN, SPLIT) for made in kernels(a, plan, ())]
+    sources = [made.template for a in made for tiling in (TILING, SPLIT) for made in kernels(a, tiling, ())]
     assert compile_everywhere(sources, config) == 3 * len(sources)
 
 
@@ -136,7 +136,7 @@ def test_it_compiles_for_every_gpu(config: Config) -> None:
 def test_every_plan_compiles_for_every_gpu(dtype: torch.dtype, depth: int, config: Config) -> None:
     made, _ = attention(MASKS["added"](), causal=True, dtype=dtype, depth=depth, value_depth=depth)
     fakes = [torch.empty(1, 8, 1024, depth, dtype=dtype, device="meta") for _ in range(3)]
-    sources = [launched.template for plan in plans(*fakes) for launched in kernels(made, plan, ())]
+    sources = [launched.template for tiling in tilings(*fakes) for launched in kernels(made, tiling, ())]
     assert compile_everywhere(sources, config) == 3 * len(sources)
 
 
@@ -144,7 +144,7 @@ def test_keys_are_split_until_the_gpu_is_full() -> None:
     def parts(batch: int, heads: int, kv_heads: int, rows: int, keys: int) -> int:
         shapes = ((heads, rows), (kv_heads, keys), (kv_heads, keys))
         fakes = [torch.empty(batch, h, n, 128, dtype=torch.bfloat16, device="meta") for h, n in shapes]
-        return plans(*fakes)[0].parts
+        return tilings(*fakes)[0].parts
 
     assert parts(1, 32, 8, 1, 4096) == 32
     assert parts(1, 32, 8, 1, 1024) == 8, "each part has two steps of 64 keys"
@@ -225,7 +225,7 @@ def test_torchs_kernels_are_given_whole_vectors(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_call_may_leave_the_sums_out() -> None:
     made, _ = attention()
-    text = kernels(dataclasses.replace(made, log_sum=None), PLAN, ())[0].template.text
+    text = kernels(dataclasses.replace(made, log_sum=None), TILING, ())[0].template.text
     assert "log_sum" not in text
 
 

@@ -20,9 +20,9 @@ from dicp.vendor.cuda_graph import products
 from dicp.vendor.cuda_graph.convolution import padded_channels
 from dicp.vendor.cuda_graph.convolution import precision as convolution_precision
 from dicp.vendor.cuda_graph.templates.convolution import Convolution, convolution, image, kernels
-from dicp.vendor.cuda_graph.templates.product import Plan
+from dicp.vendor.cuda_graph.templates.product import Tiling
 
-PLAN = Plan("tile", 32, 32, 32)
+TILING = Tiling("tile", 32, 32, 32)
 WINDOWS = {  # (window, stride, padding, dilation)
     "1x1": ((1, 1), (1, 1), (0, 0), (1, 1)),
     "1x1, every other": ((1, 1), (2, 2), (0, 0), (1, 1)),
@@ -81,7 +81,7 @@ def problem(
 
 
 def check(made: Convolution, tensors: Tensors, want: torch.Tensor, config: Config, **how: object) -> None:
-    run(kernels(made, PLAN, ()), tensors, config, **how)  # type: ignore[arg-type]
+    run(kernels(made, TILING, ()), tensors, config, **how)  # type: ignore[arg-type]
     loose = 1e-5 if tensors["out"].dtype == torch.float32 else 2e-2
     torch.testing.assert_close(tensors["out"].double(), want, rtol=loose, atol=loose * 10)
 
@@ -129,7 +129,7 @@ def test_many_channels(config: Config) -> None:
 def test_they_compile_for_every_gpu(config: Config) -> None:
     made = [problem(w, torch.bfloat16, "relu", channels=64)[0] for w in ("1x1", "3x3")]
     made.append(problem("7x7", torch.float32, "silu", order=torch.contiguous_format, symbolic=True)[0])
-    sources = [one.template for p in made for one in kernels(p, Plan("tile", 64, 64, 32), ())]
+    sources = [one.template for p in made for one in kernels(p, Tiling("tile", 64, 64, 32), ())]
     assert compile_everywhere(sources, config) == 3 * len(sources)
 
 

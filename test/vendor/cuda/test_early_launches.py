@@ -19,7 +19,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Var
 from dicp.vendor.cuda_graph import codegen, launch
 from dicp.vendor.cuda_graph.assemble import DeviceRunner, emit_all
-from dicp.vendor.cuda_graph.templates.product import Plan, kernels
+from dicp.vendor.cuda_graph.templates.product import Tiling, kernels
 
 SM80, SM90, _ = TARGETS
 MEMORY = re.compile(r"griddepcontrol\.\w+|(?:ld|st|red|atom)\.global|cp\.async\.\w+|tensormap")
@@ -62,12 +62,12 @@ def test_a_kernel_of_varying_sizes_does_not(config: Config) -> None:
 
 def test_a_product_of_few_rows_reads_weights_first(config: Config) -> None:
     p, _, _ = product(2, 64, 256, torch.bfloat16, "none", bias=False, other=False)
-    (made,) = kernels(p, Plan("rows", 2, 4, 64), ())
+    (made,) = kernels(p, Tiling("rows", 2, 4, 64), ())
     assert made.ahead == (1,) and made.operands[1] is p.b.view
     found = order(made.template, config)
     wait = found.index("griddepcontrol.wait")
     assert 0 < wait and set(found[:wait]) == {"ld.global"} and "ld.global" in found[wait:]
-    (made,) = kernels(p, Plan("tile", 16, 64, 64), ())
+    (made,) = kernels(p, Tiling("tile", 16, 64, 64), ())
     assert made.ahead == () and order(made.template, config)[0] == "griddepcontrol.wait"
 
 

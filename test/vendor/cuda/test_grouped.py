@@ -13,9 +13,9 @@ from dicp.ir import index as ix
 from dicp.ir.index import Var
 from dicp.vendor.cuda_graph.templates import Operand
 from dicp.vendor.cuda_graph.templates.grouped import Axis, Grouped, kernels
-from dicp.vendor.cuda_graph.templates.product import Plan
+from dicp.vendor.cuda_graph.templates.product import Tiling
 
-PLAN = Plan("tile", 16, 16, 32)
+TILING = Tiling("tile", 16, 16, 32)
 ENDS = {
     "even": [32, 64, 96],
     "uneven": [5, 70, 96],
@@ -67,20 +67,20 @@ def problem(
 @pytest.mark.parametrize("axis", AXES)
 def test_groups_of_every_size(axis: Axis, ends: str, config: Config) -> None:
     made, tensors, want = problem(axis, ENDS[ends], torch.float32)
-    run(kernels(made, PLAN, ()), tensors, config)
+    run(kernels(made, TILING, ()), tensors, config)
     torch.testing.assert_close(tensors["out"].double(), want, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_low_precision_and_64_bit_positions(axis: Axis, config: Config) -> None:
     made, tensors, want = problem(axis, ENDS["uneven"], torch.bfloat16)
-    run(kernels(made, PLAN, ()), tensors, config, wide=True)
+    run(kernels(made, TILING, ()), tensors, config, wide=True)
     torch.testing.assert_close(tensors["out"].double(), want, rtol=2e-2, atol=0.1)
 
 
 def test_rows_that_vary(config: Config) -> None:
     made, tensors, want = problem("m", ENDS["uneven"], torch.float32, symbolic=True)
-    run(kernels(made, PLAN, ()), tensors, config, sizes=(96,))
+    run(kernels(made, TILING, ()), tensors, config, sizes=(96,))
     torch.testing.assert_close(tensors["out"].double(), want, rtol=1e-5, atol=1e-4)
 
 
@@ -88,14 +88,14 @@ def test_offsets_beyond_the_end_write_nothing_there(config: Config) -> None:
     made, tensors, _ = problem("m", [40, 96], torch.float32)
     room = torch.full((120, tensors["out"].shape[1]), float("nan"))
     tensors |= {"out": room[:96], "offsets": torch.tensor([40, 120], dtype=torch.int32)}
-    run(kernels(made, PLAN, ()), tensors, config)
+    run(kernels(made, TILING, ()), tensors, config)
     assert room[96:].isnan().all() and not room[:96].isnan().any()
 
 
 def test_they_compile_for_every_gpu(config: Config) -> None:
     made = [problem(axis, ENDS["uneven"], torch.bfloat16)[0] for axis in AXES]
     made.append(problem("m", ENDS["even"], torch.float16, symbolic=True)[0])
-    sources = [one.template for p in made for one in kernels(p, Plan("tile", 64, 64, 64), ())]
+    sources = [one.template for p in made for one in kernels(p, Tiling("tile", 64, 64, 64), ())]
     assert compile_everywhere(sources, config) == 3 * len(sources)
 
 

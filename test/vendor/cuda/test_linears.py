@@ -23,10 +23,10 @@ from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import CudaGraph, gpu
 from dicp.vendor.cuda_graph.templates import Launched, Operand
 from dicp.vendor.cuda_graph.templates.linears import Linears, kernels
-from dicp.vendor.cuda_graph.templates.product import Plan
+from dicp.vendor.cuda_graph.templates.product import Tiling
 from dicp.vendor.cuda_graph.templates.product import kernels as kernels_of_products
 
-PLAN = Plan("rows", 4, 4, 32)
+TILING = Tiling("rows", 4, 4, 32)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,10 @@ def layers(
 
 
 def check(
-    made: tuple[Linears, dict[str, Tensor], list[Tensor]], config: Config, plan: Plan = PLAN, **how: Any
+    made: tuple[Linears, dict[str, Tensor], list[Tensor]], config: Config, tiling: Tiling = TILING, **how: Any
 ) -> list[Launched]:
     p, tensors, want = made
-    launches = kernels(p, plan, ())
+    launches = kernels(p, tiling, ())
     run(launches, tensors, config, **how)
     loose = 1e-5 if tensors["x"].dtype == torch.float32 else 2e-2
     for i, y in enumerate(want):
@@ -119,10 +119,10 @@ def test_64_bit_positions(config: Config) -> None:
 
 
 def test_they_compile_for_every_gpu_and_read_weights_first(config: Config) -> None:
-    plan = Plan("rows", 1, 4, 1024, stages=4)
+    tiling = Tiling("rows", 1, 4, 1024, stages=4)
     for columns, gated in (((4096, 1024, 1024), False), ((512, 512), True)):
         p, _, _ = layers(1, 4096, columns, torch.bfloat16, gated=gated)
-        (made,) = kernels(p, plan, ())
+        (made,) = kernels(p, tiling, ())
         assert compile_everywhere([made.template], config) == 3
         found = order(made.template, config)
         wait = found.index("griddepcontrol.wait")
@@ -131,16 +131,16 @@ def test_they_compile_for_every_gpu_and_read_weights_first(config: Config) -> No
 
 def test_products_of_int8_compile_for_every_gpu(config: Config) -> None:
     made = []
-    for dtype, plan in (
-        (torch.bfloat16, Plan("rows", 2, 4, 2048, stages=4)),
-        (torch.bfloat16, Plan("tile", 16, 64, 64, split=2)),
-        (torch.float32, Plan("tile", 32, 32, 32)),
+    for dtype, tiling in (
+        (torch.bfloat16, Tiling("rows", 2, 4, 2048, stages=4)),
+        (torch.bfloat16, Tiling("tile", 16, 64, 64, split=2)),
+        (torch.float32, Tiling("tile", 32, 32, 32)),
     ):
         p, _, _ = product(2, 64, 4096, dtype, "silu", bias=False, other=False)
         w, scale = torch.zeros(1, 64, 4096, dtype=torch.int8), torch.zeros(64, dtype=dtype)
         b = Operand("b", view("b", w), (0, 1, 4096))
         made += kernels_of_products(
-            replace(p, b=b, scale=Operand("scale", view("scale", scale), (0, 0, 1))), plan, ()
+            replace(p, b=b, scale=Operand("scale", view("scale", scale), (0, 0, 1))), tiling, ()
         )
     sources = [launched.template for launched in made]
     assert compile_everywhere(sources, config) == 3 * len(sources)

@@ -18,10 +18,10 @@ from dicp.ir.index import Var
 from dicp.ops.library import ACTIVATIONS
 from dicp.vendor.cuda_graph import products, vendor
 from dicp.vendor.cuda_graph.templates import Launched, Operand
-from dicp.vendor.cuda_graph.templates.product import Plan, Product, kernels
+from dicp.vendor.cuda_graph.templates.product import Product, Tiling, kernels
 
-TILE, SPLIT = Plan("tile", 32, 32, 32), Plan("tile", 32, 32, 32, split=2)
-ROWS, ROWS_SPLIT = Plan("rows", 4, 16, 32), Plan("rows", 4, 16, 32, split=4)
+TILE, SPLIT = Tiling("tile", 32, 32, 32), Tiling("tile", 32, 32, 32, split=2)
+ROWS, ROWS_SPLIT = Tiling("rows", 4, 16, 32), Tiling("rows", 4, 16, 32, split=4)
 PLANS = {"tile": TILE, "split": SPLIT, "rows": ROWS, "rows_split": ROWS_SPLIT}
 
 
@@ -72,11 +72,11 @@ def check(
     made: Product,
     tensors: dict[str, torch.Tensor],
     want: torch.Tensor,
-    plan: Plan,
+    tiling: Tiling,
     config: Config,
     **how: Any,
 ) -> list[Launched]:
-    launches = kernels(made, plan, ())
+    launches = kernels(made, tiling, ())
     run(launches, tensors, config, **how)
     loose = 1e-5 if tensors["out"].dtype == torch.float32 else 2e-2
     torch.testing.assert_close(tensors["out"].double(), want, rtol=loose, atol=loose * 2)
@@ -84,33 +84,33 @@ def check(
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("plan", PLANS)
-def test_forms_and_activations(plan: str, act: str, config: Config) -> None:
-    check(*product(3, 37, 70, torch.float32, act), PLANS[plan], config)
+@pytest.mark.parametrize("tiling", PLANS)
+def test_forms_and_activations(tiling: str, act: str, config: Config) -> None:
+    check(*product(3, 37, 70, torch.float32, act), PLANS[tiling], config)
 
 
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("plan", PLANS)
-def test_dtypes_and_orders_in_memory(plan: str, dtype: torch.dtype, transposed: bool, config: Config) -> None:
+@pytest.mark.parametrize("tiling", PLANS)
+def test_dtypes_and_orders_in_memory(tiling: str, dtype: torch.dtype, transposed: bool, config: Config) -> None:
     made = product(2, 40, 64, dtype, "none", transposed=transposed, bias=False, alpha=0.5)
-    check(*made, PLANS[plan], config)
+    check(*made, PLANS[tiling], config)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_batches_and_factors(plan: str, config: Config) -> None:
-    check(*product(3, 17, 33, torch.float32, "none", batch=3, alpha=-2, beta=0.25), PLANS[plan], config)
+@pytest.mark.parametrize("tiling", PLANS)
+def test_batches_and_factors(tiling: str, config: Config) -> None:
+    check(*product(3, 17, 33, torch.float32, "none", batch=3, alpha=-2, beta=0.25), PLANS[tiling], config)
 
 
-@pytest.mark.parametrize("plan", ["tile", "split"])
+@pytest.mark.parametrize("tiling", ["tile", "split"])
 @pytest.mark.parametrize("m", [1, 70])
-def test_rows_that_vary(plan: str, m: int, config: Config) -> None:
-    check(*product(m, 37, 70, torch.float32, "gelu", symbolic=True), PLANS[plan], config, sizes=(m,))
+def test_rows_that_vary(tiling: str, m: int, config: Config) -> None:
+    check(*product(m, 37, 70, torch.float32, "gelu", symbolic=True), PLANS[tiling], config, sizes=(m,))
 
 
 def test_groups_of_tiles_cover_the_result(config: Config) -> None:
     """Nine rows of tiles and more: a whole group, and one that is cut short."""
-    check(*product(17 * 16, 40, 16, torch.float32, "none"), Plan("tile", 16, 16, 16), config)
+    check(*product(17 * 16, 40, 16, torch.float32, "none"), Tiling("tile", 16, 16, 16), config)
 
 
 def test_operands_that_are_spread_out(config: Config) -> None:
@@ -129,10 +129,10 @@ def test_64_bit_positions(config: Config) -> None:
 
 def test_they_compile_for_every_gpu(config: Config) -> None:
     made = []
-    for dtype, plan in ((torch.bfloat16, TILE), (torch.float32, SPLIT), (torch.float16, ROWS_SPLIT)):
-        made += kernels(product(4, 72, 64, dtype, "gelu_tanh")[0], plan, ())
+    for dtype, tiling in ((torch.bfloat16, TILE), (torch.float32, SPLIT), (torch.float16, ROWS_SPLIT)):
+        made += kernels(product(4, 72, 64, dtype, "gelu_tanh")[0], tiling, ())
     made += kernels(
-        product(50, 72, 70, torch.bfloat16, "silu", symbolic=True)[0], Plan("tile", 64, 64, 64), ()
+        product(50, 72, 70, torch.bfloat16, "silu", symbolic=True)[0], Tiling("tile", 64, 64, 64), ()
     )
     sources = [launched.template for launched in made]
     assert compile_everywhere(sources, config) == 3 * len(sources)
@@ -148,8 +148,8 @@ def test_every_plan_compiles_for_every_gpu(
 ) -> None:
     m, n, k = sizes
     made = product(m, n, k, dtype, "gelu")[0]
-    plans = products.plans(m, n, k, 1, dtype, True, True)
-    sources = [launched.template for plan in plans for launched in kernels(made, plan, ())]
+    tilings = products.tilings(m, n, k, 1, dtype, True, True)
+    sources = [launched.template for tiling in tilings for launched in kernels(made, tiling, ())]
     assert compile_everywhere(sources, config) == 3 * len(sources)
 
 
@@ -309,8 +309,8 @@ def test_products_in_parts_are_as_exact_as_whole_ones() -> None:
     ],
 )
 def test_which_tile_comes_first(m: int, n: int, k: int, first: str) -> None:
-    plan = products.plans(m, n, k, 1, torch.bfloat16, True, True)[0]
-    assert str(plan) == f"tile {first}"
+    tiling = products.tilings(m, n, k, 1, torch.bfloat16, True, True)[0]
+    assert str(tiling) == f"tile {first}"
 
 
 def test_rows_that_are_aligned_stay_with_their_norm(cuda_cache: str) -> None:

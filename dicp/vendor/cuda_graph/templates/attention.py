@@ -32,7 +32,7 @@ MERGED = 2048
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """Queries and keys of a tile (powers of two), warps, stages of the pipeline, parts of the keys."""
 
     queries: int
@@ -45,7 +45,7 @@ class Plan:
         parts = f", {self.parts} parts" if self.parts > 1 else ""
         return f"{self.queries} queries, {self.keys} keys{parts}"
 
-    def interpreted(self) -> Plan:
+    def interpreted(self) -> Tiling:
         """The same in small, so that small sizes have tails and several steps."""
         return replace(self, queries=min(self.queries, 32), keys=16)
 
@@ -88,17 +88,20 @@ class Attention:
         return [self.batch, self.rows, self.columns, self.log_rows, *strides]
 
 
-def kernels(a: Attention, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
+def kernels(
+    a: Attention, tiling: Tiling, origins: Sequence[str], interpreted: bool = False
+) -> list[Launched]:
     """The launches that compute attention."""
-    plan = plan.interpreted() if interpreted else plan
-    split = plan.parts > 1
+    tiling = tiling.interpreted() if interpreted else tiling
+    split = tiling.parts > 1
     operands = [o for o in a.operands if not split or o not in (a.out, a.log_sum)]
-    body = [*_place(a, plan), *_queries(a), *_steps(a, plan), *(_part(a, plan) if split else _results(a))]
-    constants = {"BM": plan.queries, "BN": plan.keys, "BD": _power_of_two(a.depth)}
+    results = _part(a, tiling) if split else _results(a)
+    body = [*_place(a, tiling), *_queries(a), *_steps(a, tiling), *results]
+    constants = {"BM": tiling.queries, "BN": tiling.keys, "BD": _power_of_two(a.depth)}
     heads = a.heads // a.group if a.packed else a.heads
-    grid = f"({host_text(a.batch)}) * {heads} * {_tiles(a)}".replace("BM", str(plan.queries))
-    grid += f" * {plan.parts}" if split else ""
-    scratch = _scratch(a, plan)
+    grid = f"({host_text(a.batch)}) * {heads} * {_tiles(a)}".replace("BM", str(tiling.queries))
+    grid += f" * {tiling.parts}" if split else ""
+    scratch = _scratch(a, tiling)
     params = [(o.name, o.dtype, o in (a.out, a.log_sum), o.view.span) for o in operands]
     views: list[View | None] = [o.view for o in operands]
     if split:
@@ -106,18 +109,18 @@ def kernels(a: Attention, plan: Plan, origins: Sequence[str], interpreted: bool 
         views.append(None)
     template = make(
         "attention",
-        [*_about(a), str(plan)],
+        [*_about(a), str(tiling)],
         params,
         a.extents,
         constants | {"BV": _power_of_two(a.value_depth)},
         body,
         grid,
         origins,
-        plan.warps,
-        plan.stages,
+        tiling.warps,
+        tiling.stages,
     )
     first = Launched(template, tuple(views), scratch)
-    return [first, _merge(a, plan, origins)] if split else [first]
+    return [first, _merge(a, tiling, origins)] if split else [first]
 
 
 def _about(a: Attention) -> list[str]:
@@ -139,14 +142,14 @@ def _tiles(a: Attention) -> str:
     return f"(({rows} + BM - 1) // BM)"
 
 
-def _place(a: Attention, plan: Plan) -> list[str]:
+def _place(a: Attention, tiling: Tiling) -> list[str]:
     """Names part, z, head, kv_head and query, of a program or of each row of its tile."""
     heads = a.heads // a.group if a.packed else a.heads
-    parts = [f"part = program % {plan.parts}", f"program = program // {plan.parts}"]
+    parts = [f"part = program % {tiling.parts}", f"program = program // {tiling.parts}"]
     lines = [
         f"tiles = {_tiles(a)}",
         "program = tl.program_id(0)",
-        *(parts if plan.parts > 1 else []),
+        *(parts if tiling.parts > 1 else []),
         "tile = program % tiles",
         "row = tile * BM + tl.arange(0, BM)[:, None]",
         f"z = (program // (tiles * {heads})).to(INDEX)",
@@ -188,14 +191,14 @@ def _queries(a: Attention) -> list[str]:
     ]
 
 
-def _range(a: Attention, plan: Plan) -> tuple[list[str], str]:
+def _range(a: Attention, tiling: Tiling) -> tuple[list[str], str]:
     """(lines, the loop over keys): all that are open to the tile, of the program's part."""
     columns, begin, end = host_text(a.columns), "0", host_text(a.columns)
     lines = []
-    if plan.parts > 1:
+    if tiling.parts > 1:
         begin, end = "begin", "end"
         lines = [
-            f"chunk = ({columns} + {plan.parts} * BN - 1) // ({plan.parts} * BN) * BN",
+            f"chunk = ({columns} + {tiling.parts} * BN - 1) // ({tiling.parts} * BN) * BN",
             "begin = part * chunk",
             f"end = tl.minimum(begin + chunk, {columns})",
         ]
@@ -205,9 +208,9 @@ def _range(a: Attention, plan: Plan) -> tuple[list[str], str]:
     return lines, f"for start in range({begin}, {end}, BN):"
 
 
-def _steps(a: Attention, plan: Plan) -> list[str]:
+def _steps(a: Attention, tiling: Tiling) -> list[str]:
     columns = host_text(a.columns)
-    before, loop = _range(a, plan)
+    before, loop = _range(a, tiling)
     k = a.k.at("z", "kv_head", "key", "deep", full=True)
     v = a.v.at("z", "kv_head", "position", "wide", full=True)
     low = a.v.dtype in ex.LOW_PRECISION
@@ -281,9 +284,9 @@ def _record(a: Attention) -> int:
     return -(-(a.value_depth + 2) // 4) * 4
 
 
-def _scratch(a: Attention, plan: Plan) -> Index:
+def _scratch(a: Attention, tiling: Tiling) -> Index:
     rows = ix.product((a.batch, a.heads, a.rows))
-    return rows * (plan.parts * _record(a)) if plan.parts > 1 else 0
+    return rows * (tiling.parts * _record(a)) if tiling.parts > 1 else 0
 
 
 def _kept(a: Attention) -> str:
@@ -293,7 +296,7 @@ def _kept(a: Attention) -> str:
     return f"record = scratch + (part * {rows} + {row}).to(INDEX) * {_record(a)}"
 
 
-def _part(a: Attention, plan: Plan) -> list[str]:
+def _part(a: Attention, tiling: Tiling) -> list[str]:
     """What a part has found out goes to scratch memory."""
     live = " & ".join(["live_q", *_deep(a.value_depth, "wide")])
     return [
@@ -304,13 +307,13 @@ def _part(a: Attention, plan: Plan) -> list[str]:
     ]
 
 
-def _merge(a: Attention, plan: Plan, origins: Sequence[str]) -> Launched:
+def _merge(a: Attention, tiling: Tiling, origins: Sequence[str]) -> Launched:
     """Weighs the parts and writes the results."""
     tall = a.rows if a.log_sum is None else a.log_rows
     rows = ix.product((a.batch, a.heads, tall))
     width = _power_of_two(a.value_depth)
     height = max(1, MERGED // width)
-    loop = [f"for part in range({plan.parts}):", INDENT + _kept(a)]
+    loop = [f"for part in range({tiling.parts}):", INDENT + _kept(a)]
     largest = f'tl.load(record + {a.value_depth}, mask=live_q, other=float("-inf"))'
     values = _masked("record + wide", ["live_q", *_deep(a.value_depth, "wide")])
     body = [
@@ -333,11 +336,11 @@ def _merge(a: Attention, plan: Plan, origins: Sequence[str]) -> Launched:
         *_results(a, f"row < {number(rows)}"),
     ]
     operands = [o for o in (a.out, a.log_sum) if o is not None]
-    params = [("scratch", torch.float32, False, _scratch(a, plan))]
+    params = [("scratch", torch.float32, False, _scratch(a, tiling))]
     params += [(o.name, o.dtype, True, o.view.span) for o in operands]
     template = make(
         "attention_merge",
-        [*_about(a), f"the {plan.parts} parts of the keys, weighed"],
+        [*_about(a), f"the {tiling.parts} parts of the keys, weighed"],
         params,
         a.extents,
         {"BM": height, "BV": width},
@@ -346,7 +349,7 @@ def _merge(a: Attention, plan: Plan, origins: Sequence[str]) -> Launched:
         origins,
         4,
     )
-    return Launched(template, (None, *(o.view for o in operands)), _scratch(a, plan))
+    return Launched(template, (None, *(o.view for o in operands)), _scratch(a, tiling))
 
 
-__all__ = ["Attention", "Plan", "kernels"]
+__all__ = ["Attention", "Tiling", "kernels"]

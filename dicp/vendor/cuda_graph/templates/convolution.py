@@ -18,7 +18,7 @@ from dicp.ir.index import Index
 from dicp.schedule.defs import View
 from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.templates import Launched, Operand, number
-from dicp.vendor.cuda_graph.templates.product import Plan, Product, Writer, load
+from dicp.vendor.cuda_graph.templates.product import Product, Tiling, Writer, load
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,11 @@ def convolution(
     )
 
 
-def kernels(p: Convolution, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
-    """The launch that computes a convolution. plan: a `tile`, not split."""
-    return [_Writer(p, plan.interpreted() if interpreted else plan).launched(origins)]
+def kernels(
+    p: Convolution, tiling: Tiling, origins: Sequence[str], interpreted: bool = False
+) -> list[Launched]:
+    """The launch that computes a convolution. tiling: a `tile`, not split."""
+    return [_Writer(p, tiling.interpreted() if interpreted else tiling).launched(origins)]
 
 
 class _Writer(Writer):

@@ -20,7 +20,7 @@ from dicp.ir.index import Index
 from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.module import INDENT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, number
-from dicp.vendor.cuda_graph.templates.product import Plan, Product, Writer
+from dicp.vendor.cuda_graph.templates.product import Product, Tiling, Writer
 
 Axis = Literal["m", "n", "k"]
 
@@ -43,9 +43,9 @@ class Grouped(Product):
         return f"{super().formula}; {groups}"
 
 
-def kernels(p: Grouped, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
-    """The launch that computes a product of groups. plan: a `tile`, not split."""
-    return [_Writer(p, plan.interpreted() if interpreted else plan).launched(origins)]
+def kernels(p: Grouped, tiling: Tiling, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
+    """The launch that computes a product of groups. tiling: a `tile`, not split."""
+    return [_Writer(p, tiling.interpreted() if interpreted else tiling).launched(origins)]
 
 
 class _Writer(Writer):
@@ -60,11 +60,11 @@ class _Writer(Writer):
 
     def _counts(self) -> list[str]:
         """(of tiles along m and n, of groups), as many as could be needed."""
-        p, plan, groups = self.p, self.plan, number(self.p.batch)
-        tiles = {"m": self._tiles(p.m, plan.m), "n": self._tiles(p.n, plan.n)}
+        p, tiling, groups = self.p, self.tiling, number(self.p.batch)
+        tiles = {"m": self._tiles(p.m, tiling.m), "n": self._tiles(p.n, tiling.n)}
         if p.axis == "k":
             return [*tiles.values(), groups]
-        extent, block = (p.m, plan.m) if p.axis == "m" else (p.n, plan.n)
+        extent, block = (p.m, tiling.m) if p.axis == "m" else (p.n, tiling.n)
         tiles[p.axis] = f"({self._whole(extent, block)} + {groups})"  # a group may end inside of a tile
         return list(tiles.values())
 
@@ -113,11 +113,11 @@ class _Writer(Writer):
         ]
 
     def _positions(self) -> tuple[str | None, str | None]:
-        p, plan = self.p, self.plan
+        p, tiling = self.p, self.tiling
         if p.axis == "k":
             return super()._positions()
         masks: list[str | None] = []
-        for axis, extent, size in (("m", p.m, plan.m), ("n", p.n, plan.n)):
+        for axis, extent, size in (("m", p.m, tiling.m), ("n", p.n, tiling.n)):
             block = f"B{axis.upper()}"
             start = "first" if axis == p.axis else f"tile_{axis} * {block}"
             self.lines.append(f"{axis} = ({start} + tl.arange(0, {block})).to(INDEX)")

@@ -21,7 +21,7 @@ from dicp.ir.index import Index
 from dicp.vendor.cuda_graph.expression import TYPES
 from dicp.vendor.cuda_graph.module import INDENT, WAIT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
-from dicp.vendor.cuda_graph.templates.product import ACTIVATIONS, SHORT, Plan, load, widened
+from dicp.vendor.cuda_graph.templates.product import ACTIVATIONS, SHORT, Tiling, load, widened
 
 
 @dataclass(frozen=True)
@@ -67,32 +67,32 @@ class Linears:
         return f"out_i[m, n] = {layer('_i', self.act)}"
 
 
-def kernels(p: Linears, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
-    """The launch that computes the layers. plan: of form `rows`, not in parts; its columns are those of one
+def kernels(p: Linears, tiling: Tiling, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
+    """The launch that computes the layers. tiling: of form `rows`, not in parts; its columns are those of one
     weight."""
-    return [_Writer(p, plan.interpreted() if interpreted else plan).launched(origins)]
+    return [_Writer(p, tiling.interpreted() if interpreted else tiling).launched(origins)]
 
 
 class _Writer:
-    def __init__(self, p: Linears, plan: Plan) -> None:
-        self.p, self.plan = p, plan
-        self.tiles = [-(-n // plan.n) for n in p.columns]
+    def __init__(self, p: Linears, tiling: Tiling) -> None:
+        self.p, self.tiling = p, tiling
+        self.tiles = [-(-n // tiling.n) for n in p.columns]
         self.read = ["w0", "w1"] if p.gated else ["w"]  # the weights of a program
-        self.tail = p.k % plan.k != 0
+        self.tail = p.k % tiling.k != 0
 
     def launched(self, origins: Sequence[str]) -> Launched:
-        p, plan = self.p, self.plan
+        p, tiling = self.p, self.tiling
         body = [*self._place(), *self._sums(), *self._results()]
         params: list[tuple[str, torch.dtype, bool, Index]] = [
             (o.name, o.dtype, o in p.out, o.view.span) for o in p.operands
         ]
-        about = [p.formula, f"m < {p.m}, n < {', '.join(map(str, p.columns))}, k < {p.k}", str(plan)]
-        constants = {"BN": plan.n, "BK": plan.k}
+        about = [p.formula, f"m < {p.m}, n < {', '.join(map(str, p.columns))}, k < {p.k}", str(tiling)]
+        constants = {"BN": tiling.n, "BK": tiling.k}
         stem = "gated_linear" if p.gated else "linears"
         stem = stem if p.norm is None else f"rms_norm_{stem}"
         programs = str(sum(self.tiles))
         template = make(
-            stem, about, params, (), constants, body, programs, origins, plan.warps, plan.stages
+            stem, about, params, (), constants, body, programs, origins, tiling.warps, tiling.stages
         )
         weights = tuple(k for k, o in enumerate(p.operands) if o in p.w)
         return Launched(template, tuple(o.view for o in p.operands), ahead=weights)
@@ -126,7 +126,7 @@ class _Writer:
     @property
     def _live_n(self) -> str | None:
         """The mask of columns, where a program's may reach beyond the last."""
-        return "live_n" if any(n % self.plan.n for n in self.p.columns) else None
+        return "live_n" if any(n % self.tiling.n for n in self.p.columns) else None
 
     def _mask(self, *live: str | None) -> str | None:
         return " & ".join(f"({x})" if " " in x else x for x in live if x) or None

@@ -52,7 +52,7 @@ SHORT = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiling:
     """How a product is cut: form, blocks (powers of two), parts along k, warps, stages of the pipeline."""
 
     form: str
@@ -67,7 +67,7 @@ class Plan:
         parts = f", {self.split} parts" if self.split > 1 else ""
         return f"{self.form} {self.m}x{self.n}x{self.k}{parts}"
 
-    def interpreted(self) -> Plan:
+    def interpreted(self) -> Tiling:
         """The same with small blocks, so that small sizes have tails and several steps."""
         small = (min(self.m, 32), min(self.n, 32), 32)
         return replace(self, m=small[0], n=small[1], k=small[2])
@@ -123,42 +123,42 @@ class Product:
         return f"{batch}m < {host_text(self.m)}, n < {host_text(self.n)}, k < {host_text(self.k)}"
 
 
-def kernels(p: Product, plan: Plan, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
+def kernels(p: Product, tiling: Tiling, origins: Sequence[str], interpreted: bool = False) -> list[Launched]:
     """The launches that compute a product."""
-    plan = plan.interpreted() if interpreted else plan
-    first = Writer(p, plan).launched(origins)
-    if plan.split == 1:
+    tiling = tiling.interpreted() if interpreted else tiling
+    first = Writer(p, tiling).launched(origins)
+    if tiling.split == 1:
         return [first]
-    return [first, _finish(p, plan, origins)]
+    return [first, _finish(p, tiling, origins)]
 
 
 class Writer:
     """The first kernel: all there is, or the partial sums."""
 
-    def __init__(self, p: Product, plan: Plan) -> None:
-        self.p, self.plan = p, plan
+    def __init__(self, p: Product, tiling: Tiling) -> None:
+        self.p, self.tiling = p, tiling
         self.lines: list[str] = []
 
     def launched(self, origins: Sequence[str]) -> Launched:
-        p, plan = self.p, self.plan
+        p, tiling = self.p, self.tiling
         self._place()
-        if plan.form == "rows":
+        if tiling.form == "rows":
             self._rows()
         else:
             self._tile()
         constants = (
-            {"BN": plan.n, "BK": plan.k}
-            if plan.form == "rows"
-            else {"BM": plan.m, "BN": plan.n, "BK": plan.k}
+            {"BN": tiling.n, "BK": tiling.k}
+            if tiling.form == "rows"
+            else {"BM": tiling.m, "BN": tiling.n, "BK": tiling.k}
         )
-        operands = [p.a, p.b] if plan.split > 1 else p.operands
-        written = None if plan.split > 1 else p.out
+        operands = [p.a, p.b] if tiling.split > 1 else p.operands
+        written = None if tiling.split > 1 else p.out
         params = [(o.name, o.dtype, o is written, o.view.span) for o in operands]
         views: list[View | None] = [o.view for o in operands]
-        if plan.split > 1:
-            params.append(("scratch", torch.float32, True, _scratch(p, plan)))
+        if tiling.split > 1:
+            params.append(("scratch", torch.float32, True, _scratch(p, tiling)))
             views.append(None)
-        about = [p.formula, p.sizes_text, str(plan)]
+        about = [p.formula, p.sizes_text, str(tiling)]
         template = make(
             p.stem,
             about,
@@ -168,11 +168,11 @@ class Writer:
             self.lines,
             self._grid(),
             origins,
-            plan.warps,
-            plan.stages,
+            tiling.warps,
+            tiling.stages,
         )
-        scratch = _scratch(p, plan) if plan.split > 1 else 0
-        return Launched(template, tuple(views), scratch, ahead=(1,) if plan.form == "rows" else ())
+        scratch = _scratch(p, tiling) if tiling.split > 1 else 0
+        return Launched(template, tuple(views), scratch, ahead=(1,) if tiling.form == "rows" else ())
 
     # -- which part of the result ------------------------------------------------------------------------
 
@@ -182,27 +182,27 @@ class Writer:
         return f"(({host_text(extent)} + {block - 1}) // {block})"
 
     def _grid(self) -> str:
-        rows = "1" if self.plan.form == "rows" else self._tiles(self.p.m, self.plan.m)
+        rows = "1" if self.tiling.form == "rows" else self._tiles(self.p.m, self.tiling.m)
         factors = [
             rows,
-            self._tiles(self.p.n, self.plan.n),
+            self._tiles(self.p.n, self.tiling.n),
             f"({host_text(self.p.batch)})",
-            str(self.plan.split),
+            str(self.tiling.split),
         ]
         return " * ".join(f for f in factors if f not in ("1", "(1)")) or "1"
 
     def _place(self) -> None:
         """Names z, part, tile_m and tile_n of a program."""
-        p, plan = self.p, self.plan
-        columns = self._tiles(p.n, plan.n)
-        rows = "1" if plan.form == "rows" else self._tiles(p.m, plan.m)
+        p, tiling = self.p, self.tiling
+        columns = self._tiles(p.n, tiling.n)
+        rows = "1" if tiling.form == "rows" else self._tiles(p.m, tiling.m)
         self.lines.append("tile = tl.program_id(0)")
-        if plan.split > 1:
-            self.lines += [f"part = tile % {plan.split}", f"tile = tile // {plan.split}"]
+        if tiling.split > 1:
+            self.lines += [f"part = tile % {tiling.split}", f"tile = tile // {tiling.split}"]
         if p.batch != 1:
             count = f"({rows} * {columns})" if rows != "1" else columns
             self.lines += [f"z = (tile // {count}).to(INDEX)", f"tile = tile % {count}"]
-        if plan.form == "rows":
+        if tiling.form == "rows":
             self.lines.append("n = tile.to(INDEX) * BN + tl.arange(0, BN)[:, None]")
         elif rows == "1":
             self.lines.append("tile_m, tile_n = 0, tile")
@@ -220,7 +220,7 @@ class Writer:
 
     def _steps(self) -> tuple[str, str, bool]:
         """(where a program's steps along k begin, and end, whether the last may reach beyond all of them)"""
-        k, block, split = self.p.k, self.plan.k, self.plan.split
+        k, block, split = self.p.k, self.tiling.k, self.tiling.split
         if split == 1:
             return "0", host_text(k), not isinstance(k, int) or k % block != 0
         if isinstance(k, int):
@@ -242,9 +242,9 @@ class Writer:
 
     def _positions(self) -> tuple[str | None, str | None]:
         """Names m and n, the rows and columns of a tile, and returns their masks."""
-        p, plan = self.p, self.plan
+        p, tiling = self.p, self.tiling
         self.lines += [f"{x} = (tile_{x} * B{X} + tl.arange(0, B{X})).to(INDEX)" for x, X in ("mM", "nN")]
-        return self._live("m", p.m, plan.m, "m"), self._live("n", p.n, plan.n, "n")
+        return self._live("m", p.m, tiling.m, "m"), self._live("n", p.n, tiling.n, "n")
 
     @property
     def _end(self) -> str:
@@ -252,7 +252,7 @@ class Writer:
         return host_text(self.p.k)
 
     def _tile(self) -> None:
-        p, plan = self.p, self.plan
+        p, tiling = self.p, self.tiling
         live_m, live_n = self._positions()
         self.lines.append("acc = tl.full([BM, BN], 0.0, tl.float32)")
         begin, end, tail = self._steps()
@@ -266,7 +266,7 @@ class Writer:
         self.lines += [f"for start in range({begin}, {end}, BK):", *(INDENT + line for line in inside)]
         live = {"m": "live_m[:, None]"} if live_m else {}
         live |= {"n": "live_n[None, :]"} if live_n else {}
-        if plan.split > 1:
+        if tiling.split > 1:
             self._store_part("acc", "m[:, None]", "n[None, :]", " & ".join(live.values()))
         else:
             self.lines += ["y = acc", *epilogue(p, self._z, "m[:, None]", "n[None, :]", live)]
@@ -297,7 +297,7 @@ class Writer:
     def _rows(self) -> None:
         p = self.p
         assert isinstance(p.m, int)
-        live_n = self._live("n", p.n, self.plan.n, "n")
+        live_n = self._live("n", p.n, self.tiling.n, "n")
         self.lines += [f"acc{m} = tl.full([BN, BK], 0.0, tl.float32)" for m in range(p.m)]
         begin, end, tail = self._steps()
         limit = f" & (following < {host_text(p.k)})" if tail else ""
@@ -317,7 +317,7 @@ class Writer:
             inside.append(f"acc{m} += {widened('right', p.b.dtype)} * {left}")
         self.lines += [INDENT + line for line in [*inside, "k, right = following, ahead"]]
         for m in range(p.m):
-            if self.plan.split > 1:
+            if self.tiling.split > 1:
                 self._store_part(f"d.row_sum(acc{m})", str(m), "n", live_n)
             else:
                 self.lines += [
@@ -376,15 +376,15 @@ def widened(text: str, dtype: torch.dtype) -> str:
 # -- partial sums --------------------------------------------------------------------------------------------
 
 
-def _scratch(p: Product, plan: Plan) -> Index:
-    return ix.product((p.batch, p.m, p.n)) * plan.split
+def _scratch(p: Product, tiling: Tiling) -> Index:
+    return ix.product((p.batch, p.m, p.n)) * tiling.split
 
 
-def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
+def _finish(p: Product, tiling: Tiling, origins: Sequence[str]) -> Launched:
     """Adds the parts, and does what follows a product."""
     total = ix.product((p.batch, p.m, p.n))
     m, n = number(p.m), number(p.n)
-    parts = [f"tl.load(scratch + x + {s} * {number(total)}, mask=live, other=0)" for s in range(plan.split)]
+    parts = [f"tl.load(scratch + x + {s} * {number(total)}, mask=live, other=0)" for s in range(tiling.split)]
     parts[0] = "tl.load(scratch + x, mask=live, other=0)"
     body = [
         "x = tl.program_id(0).to(INDEX) * X + tl.arange(0, X)",
@@ -397,12 +397,12 @@ def _finish(p: Product, plan: Plan, origins: Sequence[str]) -> Launched:
         *epilogue(p, "z" if p.batch != 1 else "0", "m", "n", {"zmn": "live"}),
     ]
     operands = [o for o in (p.scale, p.bias, p.residual, p.other, p.out) if o is not None]
-    params = [("scratch", torch.float32, False, _scratch(p, plan))]
+    params = [("scratch", torch.float32, False, _scratch(p, tiling))]
     params += [(o.name, o.dtype, o is p.out, o.view.span) for o in operands]
     grid = f"(({host_text(total)}) + {FINISH - 1}) // {FINISH}"
-    about = [f"{plan.split} parts of the sums over k: {p.formula}", p.sizes_text]
+    about = [f"{tiling.split} parts of the sums over k: {p.formula}", p.sizes_text]
     template = make(f"{p.stem}_finish", about, params, p.extents, {"X": FINISH}, body, grid, origins, 4)
-    return Launched(template, (None, *(o.view for o in operands)), _scratch(p, plan))
+    return Launched(template, (None, *(o.view for o in operands)), _scratch(p, tiling))
 
 
-__all__ = ["ACTIVATIONS", "MAX_ROWS", "Plan", "Product", "Writer", "kernels", "load", "widened"]
+__all__ = ["ACTIVATIONS", "MAX_ROWS", "Tiling", "Product", "Writer", "kernels", "load", "widened"]
