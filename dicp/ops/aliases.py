@@ -51,10 +51,30 @@ def order_in_memory(val: torch.Tensor) -> list[int] | None:
     return order
 
 
+_UNDECLARED = (
+    "aten::dequantize",  # of float32
+    "aten::_unsafe_view",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+)
+"""Operators that may return their operand, or a view of it, and do not say so."""
+
+
 def returns_alias(target: Any) -> bool:
     """Whether results of an operator share memory with what it is given, written or not."""
     schema = getattr(target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    if schema is None:
+        return False
+    return schema.name in _UNDECLARED or any(r.alias_info is not None for r in schema.returns)
 
 
-__all__ = ["base_of", "is_view", "order_in_memory", "places_in_memory", "returns_alias"]
+TORCHS = ("aten", "prims", "dicp", "quantized", "mkldnn")
+
+
+def is_foreign(node: fx.Node) -> bool:
+    """Whether the operator is none of torch's, which need their operands while they run and no longer, and
+    the elements of these, not where they lie."""
+    return getattr(node.target, "namespace", "") not in TORCHS
+
+
+__all__ = ["base_of", "is_foreign", "is_view", "order_in_memory", "places_in_memory", "returns_alias"]

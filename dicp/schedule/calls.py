@@ -15,7 +15,7 @@ from dicp.ir import expr as ex
 from dicp.ir.expr import Expr
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
-from dicp.ops.aliases import base_of, order_in_memory, places_in_memory, returns_alias
+from dicp.ops.aliases import base_of, is_foreign, order_in_memory, places_in_memory, returns_alias
 from dicp.schedule.defs import Buffer, Call, Raw, View, leaves
 from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
 from dicp.schedule.traced import is_strided, note_of
@@ -148,8 +148,9 @@ def _refuse_parts(node: fx.Node) -> None:
 
 
 def _extern(low: Lowering, node: fx.Node) -> Any:
-    args = tuple(_as_traced(low, a) for a in node.args)
-    kwargs = {k: _as_traced(low, a) for k, a in node.kwargs.items()}
+    exact = is_foreign(node)
+    args = tuple(_as_traced(low, a, exact) for a in node.args)
+    kwargs = {k: _as_traced(low, a, exact) for k, a in node.kwargs.items()}
     return _add_call(low, node, args, kwargs, None, None, "extern")
 
 
@@ -177,11 +178,11 @@ def _refuse_if_strict(low: Lowering, node: fx.Node, why: str) -> None:
         raise UnsupportedOp(what, where=where or (), todo=todo)
 
 
-def _as_traced(low: Lowering, a: Any) -> Any:
-    """An argument of an extern call: tensors with the strides they were traced with, which the op may
-    rely on."""
+def _as_traced(low: Lowering, a: Any, exact: bool = False) -> Any:
+    """An argument of an extern call: tensors whose dims lie in the order that they were traced with, which
+    the op may rely on; exact: with the very strides."""
     if isinstance(a, (list, tuple)):
-        return type(a)(_as_traced(low, x) for x in a)
+        return type(a)(_as_traced(low, x, exact) for x in a)
     if not isinstance(a, fx.Node):
         return low.index(a) if isinstance(a, torch.SymInt) else a
     value, val = low.values[a], a.meta.get("val")
@@ -191,9 +192,26 @@ def _as_traced(low: Lowering, a: Any) -> Any:
         return value
     view = low.operand(value)
     wanted = low.sizes(val.stride())
-    if strides_agree(view.strides, wanted, view.shape) or isinstance(value, Buffer) or not no_overlap(val):
+    if strides_agree(view.strides, wanted, view.shape) or isinstance(value, Buffer):
+        return view
+    if exact and (window := _window_on_base(low, a)) is not None:
+        return window
+    if not no_overlap(val):
         return view
     return low.in_order(value, order_of(val))
+
+
+def _window_on_base(low: Lowering, view: fx.Node) -> View | None:
+    """A view of a computed tensor as eager has it: a window on that, which is materialised for it."""
+    base, val = base_of(view), view.meta["val"]
+    whole = base.meta.get("val")
+    if base is view or not isinstance(low.values[base], Value) or whole.dtype != val.dtype:
+        return None
+    memory = _as_traced(low, base)
+    if not strides_agree(memory.strides, low.sizes(whole.stride()), memory.shape):
+        return None
+    first = low.index(val.storage_offset()) - low.index(whole.storage_offset())
+    return View(memory.buffer, low.sizes(val.shape), low.sizes(val.stride()), memory.offset + first)
 
 
 def _add_call(

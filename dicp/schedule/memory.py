@@ -16,6 +16,7 @@ from typing import Any
 
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
+from dicp.ops.aliases import is_foreign
 from dicp.schedule.arena_spill import spilled
 from dicp.schedule.defs import Buffer, Call, Lowered, View, views
 from dicp.schedule.kernels import Item, Launch
@@ -108,16 +109,12 @@ def touched(item: Item) -> tuple[list[Buffer], list[Buffer]]:
     return [v.buffer for v in views((item.args, item.kwargs))], [b for b in item.outputs if b is not None]
 
 
-_CALLED = ("aten", "prims", "dicp", "quantized", "mkldnn")
-"""Namespaces of operators that need their operands while they run, and no longer."""
-
-
 def _held(items: list[Item], plan: MemoryPlan) -> set[str]:
     """Roots that are handed to operators which may keep them: a collective of torch.distributed reads its
     operands until somebody waits for it, and a user's may put them into a list. Nothing else is ever written
     there then."""
     calls = [i for i in items if isinstance(i, Call) and i.claim is None]
-    keep = [c for c in calls if getattr(c.node.target, "namespace", "") not in _CALLED]
+    keep = [c for c in calls if is_foreign(c.node)]
     return {plan.find(v.buffer.name) for c in keep for v in views((c.args, c.kwargs))}
 
 
