@@ -10,13 +10,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from dicp.compat import known_true
 
 aten = torch.ops.aten
 DIMS = ("dim", "dim1", "dim2")
 
 
 def is_misuse(node: fx.Node) -> bool:
-    """Whether eager is known to refuse this call."""
+    """Whether eager is known to refuse this call, or may refuse it for a size that is read from data."""
     refuses = _refusals().get(node.target)  # type: ignore[arg-type]
     return refuses is not None and refuses(node)
 
@@ -30,12 +33,19 @@ def _floats(node: fx.Node) -> bool:
 
 
 def _no_elements(node: fx.Node) -> bool:
-    return any(isinstance(n, int) and n == 0 for v in _tensors(node) for n in v.shape)
+    return any(_may_be_empty(n) for v in _tensors(node) for n in v.shape)
 
 
 def _no_elements_along(node: fx.Node) -> bool:
     shape, dim = next(_tensors(node)).shape, node.args[1]
-    return bool(shape) and isinstance(n := shape[dim], int) and n == 0  # type: ignore[call-overload]
+    return bool(shape) and _may_be_empty(shape[dim])  # type: ignore[call-overload]
+
+
+def _may_be_empty(n: int | torch.SymInt) -> bool:
+    """Whether a size is 0, or read from data and maybe 0: other symbols have a guard."""
+    if isinstance(n, int):
+        return n == 0
+    return bool(free_unbacked_symbols(n)) and not known_true(n > 0)
 
 
 def _dim_out_of_range(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from dicp.passes.canonicalize import canonicalize
 from dicp.passes.conv_matmul import rewrite_conv_matmul
 from dicp.passes.inline_regions import inline_regions
 from dicp.passes.layout import choose_layout
+from dicp.passes.merged_sizes import repair_merged_sizes
 from dicp.passes.pack import pack_weights
 from dicp.passes.pad_channels import pad_channels
 from dicp.passes.rewrite_attention import rewrite_attention
@@ -106,6 +107,7 @@ def run_passes(
     """
     inline_regions(gm)
     open_rng_states(gm)  # not one of PASSES: before it the graph has nodes without a value
+    repair_merged_sizes(gm)  # before anybody asks for a size
     if config.verify:
         verify(gm)
     before = _fingerprint(gm) if on_pass else []

@@ -198,6 +198,15 @@ def test_index_out_of_range_names_the_line_that_looks_up() -> None:
         torch.compile(model, backend="dicp_cpu")(torch.randn(4, 5), torch.tensor([1, 9]))
 
 
+@pytest.mark.parametrize("bad", [-1, 16])
+def test_unpooling_checks_each_plane(bad: int) -> None:
+    """A position beyond one plane lies in the next."""
+    places = torch.tensor([[[0, 3], [9, 15]], [[0, 3], [bad, 15]]])
+    f = torch.compile(lambda x, i: torch.nn.functional.max_unpool2d(x, i, 2), backend="dicp_cpu")
+    with pytest.raises(IndexError):
+        f(torch.ones(2, 2, 2), places)
+
+
 @pytest.mark.parametrize("name", INDEXED)
 def test_every_indexing_op_checks(name: str) -> None:
     fn = INDEXED[name]

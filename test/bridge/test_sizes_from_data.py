@@ -219,3 +219,48 @@ def test_views_that_select_a_position_read_from_data(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         first = got[0] if isinstance(got, tuple) else got
         assert first.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+SELECTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "product": (lambda x: x[x > 0] * x[x > 0].sigmoid(), (15,)),
+    "pair": (lambda x: (x[x > 0].exp(), x[x > 0].softmax(0)), (15,)),
+    "matrix_product": (lambda x: x[x[:, 0] > 0].t() @ x[x[:, 0] > 0], (30, 3)),
+    "of_selections": (lambda x: (lambda a, b: a[a > 0.5] * b[b > 0.5])(x[x > 0], x[x > 0]), (25,)),
+    "size": (lambda x: x[x > 0] * x[x > 0].shape[0] + x[x > 0].new_ones(x[x > 0].shape[0]), (25,)),
+    "repeated": (
+        lambda x: x[x > 0].unsqueeze(1).expand(-1, 2).reshape(-1) * x[x > 0].repeat_interleave(2, 0),
+        (25,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_selection_written_twice(name: str) -> None:
+    """AOTAutograd keeps one of equal calls, and what was computed of the other has a size that nothing makes."""
+    fn, shape = SELECTIONS[name]
+    f = compiled(fn)
+    for shift in (0.0, 0.4):
+        x = (torch.randn(shape) + shift).requires_grad_()
+        got, expected = f(x), fn(x)
+        torch.testing.assert_close(got, expected)
+        sums = (sum(y.square().sum() for y in (r if isinstance(r, tuple) else (r,))) for r in (got, expected))
+        torch.testing.assert_close(*(torch.autograd.grad(s, x)[0] for s in sums))  # type: ignore[arg-type]
+
+
+EXTREMES: dict[str, Callable[..., Any]] = {
+    "max": lambda x: x[x > 100].max(),
+    "max_of_columns": lambda x: x[x[:, 0] > 100].max(0),
+    "min_of_columns": lambda x: x[x[:, 0] > 100].min(0).values,
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_the_largest_of_no_elements_raises(name: str) -> None:
+    fn = EXTREMES[name]
+    f = compiled(fn)
+    full = torch.randn(5, 6) + 200
+    torch.testing.assert_close(f(full), fn(full))
+    with pytest.raises((IndexError, RuntimeError)) as eager:
+        fn(full - 200)
+    with pytest.raises(type(eager.value), match="non-zero size|numel"):
+        f(full - 200)

@@ -191,6 +191,19 @@ def by_position(b: Builder, grad: Value, indices: Value, shape: Shape, n: int) -
     return reshape(out, shape)
 
 
+def max_unpool(n: int) -> Rule:
+    """Each value at the position of its plane that `indices` names. torch's decomposition would take a
+    position beyond the plane for one of the next."""
+    def rule(b: Builder, node: torch.fx.Node, x: Value, indices: Value, *settings: Any) -> Value:
+        shape, _ = b.meta(node)
+        lead, size = shape[:len(shape) - n], ix.product(shape[len(shape) - n:])
+        out = widened(b, zeros((*lead, size), x.dtype), "set", x.shape, lambda idx: (
+            (*idx[:len(idx) - n], lookup(b, indices(idx), size, "max_unpool", False)), x(idx)))
+        return reshape(out, shape)
+
+    return rule
+
+
 def adaptive_max_pool_backward(n: int) -> Rule:
     def rule(b: Builder, node: torch.fx.Node, grad: Value, x: Value, indices: Value) -> Value:
         return by_position(b, grad, indices, x.shape, n)
@@ -433,6 +446,7 @@ def rows() -> Iterator[Row]:
 
         yield rule(f"max_pool{n}d", op("max_pool#_with_indices"), max_pool(n))
         yield rule(f"max_pool{n}d_backward", op("max_pool#_with_indices_backward"), max_pool_backward(n))
+        yield rule(f"max_unpool{n}d", op("max_unpool#"), max_unpool(n))
         yield rule(f"avg_pool{n}d", op("avg_pool#"), avg_pool(n))
         yield rule(f"avg_pool{n}d_backward", op("avg_pool#_backward"), avg_pool_backward(n))
         yield rule(f"adaptive_avg_pool{n}d", op("_adaptive_avg_pool#"), adaptive_avg_pool(n))
