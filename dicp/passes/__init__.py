@@ -75,7 +75,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_norm", lambda gm, vendor: rewrite_norm(gm), "any time after the first"),
     Pass("rewrite_scatter", rewrite_scatter, "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
-    Pass("rewrite_dot", lambda gm, vendor: rewrite_dot(gm), "after attention, which takes its own"),
+    Pass("rewrite_dot", rewrite_dot, "after attention, which takes its own"),
     Pass("rewrite_conv1d", rewrite_conv1d, "before all that is for images"),
     Pass("rewrite_whole_window", rewrite_whole_window, "after 1-D ones, before all that is for convolutions"),
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),

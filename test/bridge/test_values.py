@@ -48,6 +48,11 @@ EDGES = {
     "strided_window_of_columns": (lambda x: torch.as_strided(x, (3, 2), (2, 3), 1) * 2, r(6, 5).t()),
     "strided_scatter": (lambda x, y: torch.as_strided_scatter(x, y, (3, 2), (2, 3), 1), r(6, 5).t(), r(3, 2)),
     "written_window_read_twice": (written_twice, r(5, 5)[1::2, 1::2]),
+    "sums_of_whole_vectors": (
+        lambda x, y: (x.sum(-1), (x * x).mean((1, 2)), x.exp().sum(-1), x @ y[0], x @ y[:2].t()),
+        r(3, 4, 1024),
+        r(2, 1024),
+    ),
     "flipped_product": (lambda x, y: x @ y.flip(0), r(4, 6), r(6, 5)),
     "scan_read_by_two_reductions": (lambda x: x.cumsum(1).logsumexp(1), r(7, 16)),
     "scan_of_rows_read_twice": (lambda x: x.cumsum(1).softmax(1), r(7, 300)),

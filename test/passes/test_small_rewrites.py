@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from expecttest import TestCase
 from graphs import CheckPass, claims, graph_of, graphs_of
@@ -79,31 +82,66 @@ graph(arg0_1: f32[4]):
 
 
 class TestRewriteDot(TestCase, CheckPass):
-    def test_one_row_with_one_column_is_a_sum(self) -> None:
-        def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return torch.addmm(x[0, 0], x[:1], y[:1].t()), x @ y.t()
+    def rewritten(self, f: Callable[..., Any], *args: Any) -> str:
+        return show(self.check(rewrite_dot, canonicalize(graph_of(f, *args)), NOTHING))
 
-        g = self.check(rewrite_dot, canonicalize(graph_of(f, (3, 70), (3, 70))))
-        self.assertExpectedInline(show(g), """\
-graph(arg0_1: f32[3,70], arg1_1: f32[3,70]):
+    def test_one_column_is_a_sum(self) -> None:
+        def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.addmm(x[0, 0], x, y[:1].t()), x @ y.t()
+
+        self.assertExpectedInline(self.rewritten(f, (3, 70), (5, 70)), """\
+graph(arg0_1: f32[3,70], arg1_1: f32[5,70]):
   v0: f32[70] = select.int(arg0_1, 0, 0)
   v1: f32[] = select.int(v0, 0, 0)
-  v2: f32[1,70] = slice(arg0_1, 0, 0, 1)
-  v3: f32[1,70] = slice(arg1_1, 0, 0, 1)
-  v4: f32[70,1] = view(v3, [70,1])
-  v5: f32[1,70] = permute(v4, [1,0])
-  v6: f32[1,70] = mul(v2, v5)
-  v7: f32[1,1] = sum.dim_IntList(v6, [-1], True)
-  v8: f32[1,1] = add(v7, v1)
-  v9: f32[70,3] = permute(arg1_1, [1,0])
-  v10: f32[3,3] = mm(arg0_1, v9)
-  return v8, v10
+  v2: f32[1,70] = slice(arg1_1, 0, 0, 1)
+  v3: f32[70,1] = view(v2, [70,1])
+  v4: f32[1,70] = permute(v3, [1,0])
+  v5: f32[3,70] = mul(arg0_1, v4)
+  v6: f32[3,1] = sum.dim_IntList(v5, [-1], True)
+  v7: f32[3,1] = add(v6, v1)
+  v8: f32[70,5] = permute(arg1_1, [1,0])
+  v9: f32[3,5] = mm(arg0_1, v8)
+  return v7, v9
 """)
+
+    def test_two_columns_are_if_they_are_deep(self) -> None:
+        def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x @ y[:, :2], x[:, :60] @ y[:60, :2]
+
+        self.assertExpectedInline(self.rewritten(f, (3, 70), (70, 5)), """\
+graph(arg0_1: f32[70,5], arg1_1: f32[3,70]):
+  v0: f32[70,2] = slice(arg0_1, 1, 0, 2)
+  v1: f32[2,70] = permute(v0, [1,0])
+  v2: f32[3,1,70] = unsqueeze(arg1_1, 1)
+  v3: f32[1,2,70] = unsqueeze(v1, 0)
+  v4: f32[3,2,70] = mul(v2, v3)
+  v5: f32[3,2] = sum.dim_IntList(v4, [-1], False)
+  v6: f32[3,60] = slice(arg1_1, 1, 0, 60)
+  v7: f32[60,5] = slice(arg0_1, 0, 0, 60)
+  v8: f32[60,2] = slice(v7, 1, 0, 2)
+  v9: f32[3,2] = mm(v6, v8)
+  return v5, v9
+""")
+
+    def test_a_column_times_a_row_is_no_sum(self) -> None:
+        def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.addmm(y[0], x, y)
+
+        self.assertExpectedInline(self.rewritten(f, (3, 1), (1, 5)), """\
+graph(arg0_1: f32[1,5], arg1_1: f32[3,1]):
+  v0: f32[5] = select.int(arg0_1, 0, 0)
+  v1: f32[3,5] = mul(arg1_1, arg0_1)
+  v2: f32[3,5] = add(v1, v0)
+  return v2
+""")
+
+    def test_rows_that_lie_apart_stay(self) -> None:
+        text = self.rewritten(lambda x, y: x.t() @ y, (70, 3), (70, 1))
+        self.assertIn("= mm(", text)
 
     def test_of_a_batch_in_low_precision_it_is_rounded_once(self) -> None:
         x, y = (torch.randn(5, 1, 300).bfloat16() for _ in range(2))
-        g = self.check(rewrite_dot, canonicalize(graph_of(lambda x, y: torch.bmm(x, y.mT), x, y)))
-        self.assertExpectedInline(show(g), """\
+        self.assertExpectedInline(self.rewritten(lambda x, y: torch.bmm(x, y.mT), x, y), """\
 graph(arg0_1: bf16[5,1,300], arg1_1: bf16[5,1,300]):
   v0: bf16[5,300,1] = view(arg0_1, [5,300,1])
   v1: f32[5,1,300] = prims.convert_element_type(arg1_1, f32)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from dicp.ir import index as ix
-from dicp.ir.expr import Expr
+from dicp.ir.expr import EXPENSIVE, Expr
 from dicp.ir.kernel import Reduce, Scan, identity
 from dicp.vendor.cpu_graph.expression import SCALAR, VECTOR, ExpressionWriter, Scope, index_text, literal
 from dicp.vendor.cpu_graph.loops import Shape
 
 COLUMN_UNROLL = 4  # vectors of results one core accumulates at a time: whole cache lines per row
+ROW_UNROLL = 4  # vectors of a row added up apart: an addition waits for the one before it
 LONG_SUM = 32  # additions per lane above which a float sum is taken in parts: equal terms err all one way
 
 
@@ -28,7 +29,7 @@ class Accumulators:
         name = self._acc(s)
         value = self.writer.vector(s.value, scope) if vectors else self.writer.write(s.value, scope)
         rows = self.shape.kind == "rows"
-        array = f"[{COLUMN_UNROLL}]" if slot else ""
+        array = f"[{ROW_UNROLL if rows else COLUMN_UNROLL}]" if slot else ""
         acc = name + slot
 
         def init(text: str) -> str:
@@ -151,8 +152,13 @@ class Accumulators:
         position = ix.linearize([ix.of(a.var) for a in axes], [a.size for a in axes])
         return index_text(position, lambda a: a.key)
 
-    def row_result(self, s: Reduce, outer: Scope) -> None:
-        """Name the result of a row reduction: one scalar."""
+    def adds_apart(self, s: Reduce) -> bool:
+        """Whether parts of a row are worth adding up apart: of a long sum that little is computed for."""
+        is_sum = s.kind == "sum" and s.value.dtype.is_floating_point and self._long()
+        return is_sum and not any(e.op in EXPENSIVE for e in s.expressions)
+
+    def row_result(self, s: Reduce, outer: Scope, apart: bool = False) -> None:
+        """Name the result of a row reduction: one scalar. apart: of ROW_UNROLL accumulators."""
         name, vectors = self._acc(s), self.vectors
         scalar = SCALAR[s.value.dtype]
         if s.kind == "welford":
@@ -165,7 +171,7 @@ class Accumulators:
             )
             return
         if s.kind == "sum" and s.value.dtype.is_floating_point and self._long():
-            name = f"{name}.result()"
+            name = f"together({name})" if apart else f"{name}.result()"
         word = {"sum": "hsum", "prod": "hprod", "max": "hmax", "min": "hmin", "any": "hany", "all": "hall"}[
             s.kind
         ]

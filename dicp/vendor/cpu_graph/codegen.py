@@ -17,7 +17,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.ir.phases import is_full, phases
-from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, Accumulators
+from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, ROW_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.axis_splitting import split_axes
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
 from dicp.vendor.cpu_graph.index_set_splitting import split_ranges
@@ -33,6 +33,8 @@ from dicp.vendor.cpu_graph.loops import (
     run_loop,
     runs,
     shared_vector_loop,
+    unrolled,
+    unrolled_vector_loop,
     vector_loop,
 )
 from dicp.vendor.cpu_graph.narrow import narrowed
@@ -315,17 +317,18 @@ class _KernelWriter:
         provides = self.inner_vars | self.scan_refs
         if full:
             inside = Scope(outer, lanes=lanes, provides=frozenset(provides))
+            apart = self._adds_apart(full)
             for s in full:
                 if isinstance(s, Reduce):
-                    self.accumulators.add(s, inside, outer.lines)
+                    self.accumulators.add(s, inside, outer.lines, slot="[u]" if apart else "")
                 elif isinstance(s, Scan):
                     self.accumulators.scan(s, inside, outer.lines)
             self._stores([s for s in full if isinstance(s, Store)], inside)
             self._keep(shared.get(phase, []), inside)
-            outer.lines += self._inner_loops(inside.lines)
+            outer.lines += self._inner_loops(inside.lines, apart)
             for s in full:
                 if isinstance(s, Reduce):
-                    self.accumulators.row_result(s, outer)
+                    self.accumulators.row_result(s, outer, apart)
         for k, s in enumerate(self.kernel.body):  # results that this phase completed
             if (
                 isinstance(s, Store)
@@ -336,10 +339,19 @@ class _KernelWriter:
                 self.written.add(k)
                 self._stores([s], outer)
 
-    def _inner_loops(self, lines: list[str]) -> list[str]:
+    def _adds_apart(self, full: list[Statement]) -> bool:
+        """Whether a phase is nothing but sums along rows of whole vectors, several at a time."""
+        along = self.shape.inner[-1].size
+        if self.vector_var is None or not isinstance(along, int) or along % (ROW_UNROLL * self.lanes):
+            return False
+        return all(isinstance(s, Reduce) and self.accumulators.adds_apart(s) for s in full)
+
+    def _inner_loops(self, lines: list[str], apart: bool = False) -> list[str]:
         """The loops over the reduced (or serial) axes around one phase's body."""
         axes = list(self.shape.inner)
-        if self.vector_var is not None and self.shape.kind == "rows":
+        if apart:
+            lines = unrolled_vector_loop(axes.pop(), lines, ROW_UNROLL, self.writer.fresh)
+        elif self.vector_var is not None and self.shape.kind == "rows":
             lines = vector_loop(axes.pop(), lines, self.lanes, self.writer.fresh)
         for a in reversed(axes):
             lines = [for_line(a), *indent(lines), "}"]
@@ -462,14 +474,7 @@ class _KernelWriter:
         inside = Scope(lanes="lanes", provides=frozenset({axis.var}) | self.inner_vars)
         for s in reduces:
             self.accumulators.add(s, inside, before, slot="[u]")
-        step = [f"const int64_t {axis.var.name} = block + u * LANES;", *inside.lines]
-        unrolled = [
-            f"#pragma GCC unroll {COLUMN_UNROLL}",
-            f"for (int u = 0; u < {COLUMN_UNROLL}; ++u) {{",
-            *indent(step),
-            "}",
-        ]
-        loops = self._inner_loops(unrolled)
+        loops = self._inner_loops(unrolled(axis, inside.lines, "block", COLUMN_UNROLL))
         after = Scope(lanes="lanes", provides=frozenset({axis.var}))
         for s in reduces:
             self.accumulators.column_result(s, after, "[u]")

@@ -105,6 +105,22 @@ def vector_loop(
     ]
 
 
+def unrolled(axis: Axis, lines: list[str], first: str, times: int) -> list[str]:
+    """Several vectors at once, from `first` on; lines know the number of theirs as u."""
+    step = [f"const int64_t {axis.var.name} = {first} + u * LANES;", *lines]
+    return [f"#pragma GCC unroll {times}", f"for (int u = 0; u < {times}; ++u) {{", *indent(step), "}"]
+
+
+def unrolled_vector_loop(axis: Axis, lines: list[str], times: int, fresh: Callable[[str], str]) -> list[str]:
+    """The same along one axis, which whole numbers of them fill."""
+    first = fresh("first")
+    return [
+        f"for (int64_t {first} = 0; {first} < {axis.size}; {first} += {times} * LANES) {{",
+        *indent(["constexpr Full lanes;", *unrolled(axis, lines, first, times)]),
+        "}",
+    ]
+
+
 def shared_vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable[[str], str]) -> list[str]:
     """The same as one plain loop, so that threads can share it."""
     v, n = axis.var.name, _size(axis.size)

@@ -91,6 +91,13 @@ template <class V> struct LongSum {
   }
 };
 
+// What parts of a row that do not wait for each other add up to.
+template <class V, int N> DICP_INLINE V together(const LongSum<V> (&parts)[N]) {
+  V sum = parts[0].result();
+  for (int u = 1; u < N; ++u) sum = sum + parts[u].result();
+  return sum;
+}
+
 // Mean and sum of squared deviations of floats, from their sum and sum of squares in double: the square of a float is
 // exact there, so the subtraction loses no more than the mean's share of 1e-16. As eager, which accumulates in double.
 template <class V> struct Moments {
