@@ -449,6 +449,14 @@ def contractions() -> dict[str, Case]:
     return {
         "mm": Case(lambda x, y: x @ y.t(), two, True),
         "mv": Case(lambda x, y: x @ y[0], two, True),
+        **{
+            f"linear to {n}": Case(F.linear, lambda n=n: (torch.randn(4096, 1024), torch.randn(n, 1024)), True)
+            for n in (1, 2)
+        },
+        "outer": Case(lambda x, y: x[:, :1] @ y[:1], two, True),
+        "bmm of vectors": Case(
+            lambda x, y: x @ y, lambda: (torch.randn(1024, 64, 3), torch.randn(1024, 3, 1)), True
+        ),
         "bmm": Case(lambda x: x @ x.mT, lambda: (torch.randn(32, 128, 64),), True),
         "baddbmm": Case(lambda x: torch.baddbmm(x, x, x), lambda: (torch.randn(32, 96, 96),), True),
         "einsum": Case(lambda x: torch.einsum("bij,bkj->ik", x, x), lambda: (torch.randn(32, 96, 96),), True),
