@@ -19,6 +19,8 @@ from dicp.ir.verify import infer
 
 def repair_merged_sizes(gm: GraphModule) -> None:
     """x[mask] * sigmoid(x[mask]): f32[u0] * f32[u1]  ->  f32[u0] * f32[u0], where nothing makes u1."""
+    if not any(_brings_sizes(n) for n in gm.graph.nodes):
+        return
     made: set[Any] = set()
     mode: Any = None
     for node in gm.graph.nodes:
@@ -31,6 +33,15 @@ def repair_merged_sizes(gm: GraphModule) -> None:
         value = infer(node, mode)
         if free_unbacked_symbols(value) <= made:
             node.meta["val"] = value
+
+
+def _brings_sizes(node: Node) -> bool:
+    """Whether symbols begin here: most graphs have none."""
+    if node.op != "placeholder":
+        return bool(node.meta.get("unbacked_bindings"))
+    val = node.meta.get("val")
+    sizes = val.shape if isinstance(val, torch.Tensor) else (val,)
+    return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 def _is_inferred(node: Node) -> bool:
