@@ -68,13 +68,13 @@ def returns_alias(target: Any) -> bool:
     return schema.name in _UNDECLARED or any(r.alias_info is not None for r in schema.returns)
 
 
-TORCHS = ("aten", "prims", "dicp", "quantized", "mkldnn")
+_TORCHS = ("aten", "prims", "dicp", "quantized", "mkldnn")
 
 
 def is_foreign(node: fx.Node) -> bool:
     """Whether the operator is none of torch's, which need their operands while they run and no longer, and
     the elements of these, not where they lie."""
-    return getattr(node.target, "namespace", "") not in TORCHS
+    return getattr(node.target, "namespace", "") not in _TORCHS
 
 
 __all__ = ["base_of", "is_foreign", "is_view", "order_in_memory", "places_in_memory", "returns_alias"]

@@ -214,7 +214,7 @@ def _window_of_memory(node: Node) -> Node | None:
     """
     view: Any = node.args[0]
     base, scatters = base_of(view), node.target is aten.as_strided_scatter.default
-    if base is view or base.op != "call_function" or not _is_window(value_of(view), value_of(base)):
+    if base is view or base.op != "call_function" or not _count_alike(value_of(view), value_of(base)):
         return None
     size, stride, start = value_of(view).shape, value_of(view).stride(), value_of(view).storage_offset()
     count = 4 if scatters else 3
@@ -229,7 +229,7 @@ def _window_of_memory(node: Node) -> Node | None:
         return insert(node.graph, aten.as_strided.default, (new, list(size), list(stride), start), like=node)
 
 
-def _is_window(view: torch.Tensor, base: torch.Tensor) -> bool:
+def _count_alike(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether places in the memory of the two are counted alike, and hold the elements as they are read."""
     marked = any(v.is_conj() or v.is_neg() for v in (view, base))
     return view.dtype == base.dtype and not marked
