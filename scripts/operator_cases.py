@@ -451,7 +451,7 @@ def contractions() -> dict[str, Case]:
         "mv": Case(lambda x, y: x @ y[0], two, True),
         "linear to 1": Case(F.linear, lambda: (torch.randn(4096, 1024), torch.randn(1, 1024)), True),
         "linear to 2": Case(F.linear, lambda: (torch.randn(4096, 1024), torch.randn(2, 1024)), True),
-        "outer": Case(lambda x, y: x[:, :1] @ y[:1], two, True),
+        "mm of depth 1": Case(lambda x, y: x[:, :1] @ y[:1], two, True),
         "bmm of vectors": Case(
             lambda x, y: x @ y, lambda: (torch.randn(1024, 64, 3), torch.randn(1024, 3, 1)), True
         ),

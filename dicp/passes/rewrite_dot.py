@@ -27,11 +27,13 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm
 _SINGLE = (torch.float32, torch.float64, *LOW_PRECISION)
 FEW_COLUMNS, DEEP = 3, 64
 """Columns up to which sums are ahead of libraries and tiles, if they are this deep. Two columns of 4,096 rows
-of 1,024 elements take MKL 2.0 ms, tiles 4.1 and sums 1.5; four take 2.3, 4.6 and 2.8 (one Zen 3 core)."""
+of 1,024 elements take MKL 2.0 ms, tiles 4.1 and sums 1.5; four take 2.3, 4.6 and 2.8 (one core with AVX2,
+one-off script; scripts/operators.py has the first)."""
 
 
 def rewrite_dot(gm: GraphModule, vendor: VendorBase) -> GraphModule:
-    """Rewrite such products, of one matrix or a batch; to sums where the left operand lies by rows, or is one."""
+    """Rewrite such products, of one matrix or a batch; to sums where the left operand lies by rows, or is one
+    row that meets one column."""
     if takes_graphs(vendor):  # whose toolchains have products
         return gm
     for node in list(gm.graph.nodes):
