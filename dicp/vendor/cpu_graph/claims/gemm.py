@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -28,20 +28,11 @@ from dicp.vendor.cpu_graph.claims.operands import (
 from dicp.vendor.cpu_graph.microkernels import available
 
 ROW_TILE, DEPTH_TILE = 128, 128
-
-
-class Tiles(NamedTuple):
-    """As in the header: rows and columns, where rows of x are dense and where its columns are; depths up
-    to which sums lie in a float32 result (None: all)."""
-
-    long: tuple[int, int]
-    wide: tuple[int, int]
-    shallow: int | None
-
-
-TILES = Tiles((512, 128), (128, 512), None)
-TILES_OF_SHORT_VECTORS = Tiles((512, 256), (256, 512), 2 * DEPTH_TILE)
-FEW_ROWS, FEW_ROWS_OF_PAIRS, PANEL, STRIP = 512, 128, 128, 16
+LONG, WIDE = (512, 128), (128, 512)
+STRIP_ROW_TILE, STRIP_DEPTH_BLOCK, STRIP_ROWS, SPILL = 144, 256, 6, 8
+STRIP_COLUMNS, STRIPS_OF_SUMS = 1024, (576, 256)
+"""As in dicp_gemm.h and dicp_strips.h."""
+FEW_ROWS, FEW_ROWS_WITH_STRIPS, FEW_ROWS_OF_PAIRS, PANEL, STRIP = 512, 128, 128, 128, 16
 PACKED_ROWS, PACKED_PANEL = 256, 64
 """As in dicp_gemm_packed.h."""
 REACH = 1 << 22
@@ -84,7 +75,7 @@ def gemm_pairs(label: str, node: fx.Node) -> Claim | None:
     apart, along = w.stride() if at.transposed else w.stride()[::-1]
     along_depth = known_equal(along, 1) and isinstance(apart, int) and apart < REACH
     static = isinstance(rows, int) and isinstance(depth, int) and depth % 2 == 0
-    if not static or not along_depth or rows > min(_few_rows(columns, depth), FEW_ROWS_OF_PAIRS):
+    if not static or not along_depth or rows > _few_rows(columns, depth, FEW_ROWS_OF_PAIRS):
         return None
     return Claim(
         f"{label}: tiles of pairs",
@@ -154,22 +145,37 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     columns, depth = w.shape[-2:] if at.transposed else w.shape[:-3:-1]
     along_depth = w.strides[-1 if at.transposed else -2] == 1
     machine = lowering.vendor.machine(lowering.config)
-    tiles = TILES if machine.lanes == 16 else TILES_OF_SHORT_VECTORS
-    group, panel = tiles.long if x.strides[-1] == 1 else tiles.wide
     grouped = len(w.shape) > len(x.shape)  # each group has some of the rows, or all
     rows = x.shape[-2] if len(x.shape) == len(w.shape) else ix.product(x.shape[:-1])
-    width, deep = (whole_lines(_most(n, tile)) for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
-    lines = isinstance(columns, int) and columns % 16 == 0
-    shallow = tiles.shallow is None or (isinstance(depth, int) and depth <= tiles.shallow)
-    in_place = lines and shallow and len(w.shape) == 2 and x.buffer.dtype == torch.float32
-    floats = deep * width + _most(rows, ROW_TILE) * deep + (0 if in_place else _most(rows, group) * width)
+    is_float = x.buffer.dtype == torch.float32
+    if machine.lanes == 8:
+        floats = _strips(rows, columns, depth, is_float)
+    else:
+        lines = isinstance(columns, int) and columns % 16 == 0
+        floats = _tiles(rows, columns, depth, x.strides[-1] == 1, is_float and lines and len(w.shape) == 2)
     floats *= int(machine.threads)
-    few = _few_rows(columns, depth)
+    few = _few_rows(columns, depth, FEW_ROWS_WITH_STRIPS if machine.lanes == 8 else FEW_ROWS)
     may_be_few = grouped or not isinstance(rows, int) or rows <= few
     if along_depth and isinstance(depth, int) and may_be_few:
         block = 0 if w.buffer.dtype == torch.float32 else PANEL * DEPTH_TILE
         floats = max(floats, _transposed(lowering, _most(rows, few), depth, block))
     return 4 * floats
+
+
+def _tiles(rows: Any, columns: Any, depth: Any, by_rows: bool, in_place: bool) -> int:
+    """Floats of a thread of dicp_gemm.h, around oneDNN's micro-kernels: a block of w, rows of x, sums."""
+    group, panel = LONG if by_rows else WIDE
+    width, deep = (whole_lines(_most(n, tile)) for n, tile in ((columns, panel), (depth, DEPTH_TILE)))
+    return deep * width + _most(rows, ROW_TILE) * deep + (0 if in_place else _most(rows, group) * width)
+
+
+def _strips(rows: Any, columns: Any, depth: Any, in_place: bool) -> int:
+    """The same around dicp_strips.h."""
+    group, panel = STRIPS_OF_SUMS
+    width = whole_lines(_most(columns, STRIP_COLUMNS if in_place else panel))
+    deep, tile = whole_lines(_most(depth, STRIP_DEPTH_BLOCK)), _most(rows, STRIP_ROW_TILE)
+    of_rows = -(-tile // STRIP_ROWS) * STRIP_ROWS * deep + SPILL
+    return deep * width + of_rows + (0 if in_place else _most(rows, group) * width)
 
 
 def _transposed(lowering: Any, rows: int, depth: int, block: int = 0) -> int:
@@ -179,11 +185,11 @@ def _transposed(lowering: Any, rows: int, depth: int, block: int = 0) -> int:
     return depth * width + threads * (PANEL * width + STRIP * PANEL + block)
 
 
-def _few_rows(columns: Any, depth: Any) -> int:
+def _few_rows(columns: Any, depth: Any, most: int) -> int:
     """As in dicp_gemm_transposed.h; the most, where sizes vary."""
     if not isinstance(columns, int) or not isinstance(depth, int):
-        return FEW_ROWS
-    return min(FEW_ROWS, columns * depth // (2 * (columns + depth) + 1))
+        return most
+    return min(most, columns * depth // (2 * (columns + depth) + 1))
 
 
 def _most(size: Any, tile: int) -> int:

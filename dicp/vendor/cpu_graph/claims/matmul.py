@@ -59,9 +59,9 @@ def halved_by_mkl() -> bool:
 def prefers_tiles(node: fx.Node) -> bool:
     """Whether our own tiles serve a product better than the libraries do.
 
-    They do where those have no products of a low precision. In float32 they are ahead of MKL at its peak for
-    up to 256 rows, as fast for more, behind where x has to be transposed (scripts/products.py). Where MKL is
-    not at its peak, they serve what oneDNN does not, or not as well (`_by_onednn`).
+    They do where those have no products of a low precision. In float32 they are ahead of MKL on AMD with
+    AVX2 (scripts/products.py). Where MKL is not at its peak, they serve what oneDNN does not, or not as well
+    (`_by_onednn`).
     """
     if gemm("product", node) is None:
         return False
@@ -70,9 +70,7 @@ def prefers_tiles(node: fx.Node) -> bool:
         return not multiplies(x.dtype)
     if cpu_maker() != "amd" or not _from_memory(node):
         return False
-    if halved_by_mkl():
-        return not _by_onednn(node)
-    return known_equal(x.stride(-1), 1) and not is_batched(node)
+    return not halved_by_mkl() or not _by_onednn(node)
 
 
 TURNED_ROWS = 64

@@ -7,8 +7,9 @@
 
 namespace dicp {
 
-// Rows of x at the most, and columns of w at a time, whose sums are in the second-level cache.
-constexpr int64_t FEW_ROWS = 512, FEW_ROWS_OF_PAIRS = 128, PANEL = 128, STRIP = 16;
+// Rows of x at the most (of more, dicp_strips.h is ahead where there are strips), and columns of w at a time, whose sums
+// are in the second-level cache.
+constexpr int64_t FEW_ROWS = LANES == 8 ? 128 : 512, FEW_ROWS_OF_PAIRS = 128, PANEL = 128, STRIP = 16;
 // Of more rows, it takes longer to turn x and y than w. A float of w is waited for; one of x or y takes twice as long,
 // as new memory is written.
 DICP_INLINE int64_t few_rows(int64_t columns, int64_t depth) {
