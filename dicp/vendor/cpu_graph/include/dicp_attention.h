@@ -1,9 +1,11 @@
 // Attention by tiles: softmax(scale Q K^T + mask) V, a block of query rows against one block of keys after the
 // other. Each row keeps its maximum and sum so far, so that no more than one tile of scores exists at a time
-// (flash attention, Dao et al. 2022). The products are oneDNN's micro-kernels, which libtorch exports: of the operands'
-// dtype, or of float32 where the processor has none of that dtype; what is loaded then becomes float32 on the way.
+// (flash attention, Dao et al. 2022). The products are oneDNN's micro-kernels, which libtorch exports, or those of
+// dicp_strips.h: of the operands' dtype, or of float32 where the processor has none of that dtype; what is loaded then
+// becomes float32 on the way.
 #pragma once
 #include "dicp_brgemm.h"
+#include "dicp_strips.h"
 
 namespace dicp {
 
@@ -15,8 +17,8 @@ struct Attention {
 };
 
 // Blocks of a thread: their scores (256 KB) and weights stay in its second-level cache, and each key that is
-// brought into tile order serves many rows. Smaller ones are slower, larger ones hardly faster.
-constexpr int64_t QUERY_BLOCK = 128, KEY_BLOCK = 512;
+// brought into tile order serves many rows. Smaller ones are slower, larger ones hardly faster; of strips, whole ones.
+constexpr int64_t QUERY_BLOCK = BY_STRIPS ? 144 : 128, KEY_BLOCK = 512;
 constexpr float NEVER = -__builtin_inff();
 
 // rows a and b of 16-bit values, element by element side by side; b may be absent
@@ -31,19 +33,21 @@ inline void pair_rows(const uint16_t* a, const uint16_t* b, int64_t n, uint32_t*
 template <class P, class T, class M> struct AttentionTile {
   static constexpr bool pairs = is_low<P>;       // operands go to the products as 16-bit pairs
   static constexpr bool converts = !same<P, T>;  // operands become P first
+  static constexpr bool strips = BY_STRIPS && !pairs;  // of keys and values
   const Attention& a;
   float scale;
   int64_t width;  // keys of a block
   char* memory;
   float *scores, *keys, *result, *top, *sum;  // scores, weights [rows][width], keys [depth (/ 2)][width] words
-  P *queries, *weights, *values;              // [rows][depth], weights [rows][width], values [width][depth_v]
+  P *queries, *weights, *values;  // [rows][depth], weights [rows][width], values [width][depth_v, whole strips of it]
 
   AttentionTile(const Attention& attention, float factor) : a(attention), scale(factor) {
     const int64_t rows = a.rows < QUERY_BLOCK ? (a.rows + LANES - 1) / LANES * LANES : QUERY_BLOCK;
-    width = a.keys < KEY_BLOCK ? (a.keys + LANES - 1) / LANES * LANES : KEY_BLOCK;
+    width = a.keys < KEY_BLOCK ? (a.keys + 15) / 16 * 16 : KEY_BLOCK;
     const int64_t tile = rows * width, words = a.depth / (pairs ? 2 : 1);
     const int64_t floats = tile + words * width + rows * a.depth_v + 2 * rows;
-    const int64_t of_values = pairs || converts ? width * a.depth_v : 0, of_queries = converts ? rows * a.depth : 0;
+    const int64_t row_v = strips ? whole_strips(a.depth_v, STRIP_COLUMNS) : a.depth_v;
+    const int64_t of_values = pairs || converts || strips ? width * row_v : 0, of_queries = converts ? rows * a.depth : 0;
     const int64_t own = of_values + of_queries + (pairs ? tile : 0);
     memory = (char*)aligned_alloc(64, (floats * 4 + own * (int64_t)sizeof(P) + 63) / 64 * 64);
     scores = (float*)memory;
@@ -119,15 +123,23 @@ template <class P, class T, class M> struct AttentionTile {
       const int64_t n = end - k0 < width ? end - k0 : width;
       // pairs of 16-bit values, which the product wants, move as words of 32 bits
       if constexpr (pairs) bring((const float*)(k + k0 * a.k[2]), 1, a.k[2] / 2, a.depth / 2, n, keys, width);
+      else if constexpr (strips) pack_columns(k + k0 * a.k[2], 1, a.k[2], a.depth, n, keys);
       else bring(k + k0 * a.k[2], 1, a.k[2], a.depth, n, keys, width);
-      product(count, n, a.depth, of_queries.at, of_queries.row, (const P*)keys, width, scores, width, false);
+      if constexpr (strips)
+        strip_products(count, n, a.depth, a.depth, rows_of(of_queries.at, of_queries.row, count), keys, scores, width, false);
+      else product(count, n, a.depth, of_queries.at, of_queries.row, (const P*)keys, width, scores, width, false);
       const int64_t even = pairs ? (n + 1) / 2 * 2 : n;
       for (int64_t r = 0; r < count; ++r) {
         const int64_t seen = first + r + 1 - k0, valid = !causal || seen > n ? n : seen < 0 ? 0 : seen;
         soft_row(r, even, valid, mask ? mask + (first + r) * a.mask[2] + k0 * a.mask[3] : nullptr);
       }
-      const Block of_values = values_of(v + k0 * a.v[2], n);
-      product(count, a.depth_v, even, weights, width, of_values.at, of_values.row, result, a.depth_v, k0 > 0);
+      if constexpr (strips) {
+        pack_columns(v + k0 * a.v[2], a.v[2], 1, n, a.depth_v, values);
+        strip_products(count, a.depth_v, n, DEPTH_TILE, rows_of(weights, width, count), values, result, a.depth_v, k0 > 0);
+      } else {
+        const Block of_values = values_of(v + k0 * a.v[2], n);
+        product(count, a.depth_v, even, weights, width, of_values.at, of_values.row, result, a.depth_v, k0 > 0);
+      }
     }
     for (int64_t r = 0; r < count; ++r) {
       const float* const o = result + r * a.depth_v;

@@ -7,8 +7,6 @@
 
 namespace dicp {
 
-constexpr bool BY_STRIPS = LANES == 8;
-
 // Blocks of a thread: of w [DEPTH_BLOCK, columns], which meets up to `rows` rows of x, ROW_TILE at a time. oneDNN's block
 // and those rows stay in its second-level cache; of strips, a block is read once for each tile of rows, which stays there.
 constexpr int64_t ROW_TILE = BY_STRIPS ? 144 : 128, DEPTH_BLOCK = BY_STRIPS ? 256 : DEPTH_TILE;
@@ -101,7 +99,7 @@ template <Activation act, class T, class W, class S> struct GemmTile {
       const int64_t part = ends ? EPILOGUE_COLUMNS : n;
       for (int64_t c = 0; c < n; c += part) {
         const int64_t columns = least(n - c, part);
-        packed_products(m, columns, some, DEPTH_TILE, rows, block + c * some, to + c, step, add);
+        strip_products(m, columns, some, DEPTH_TILE, PackedRows{rows, some}, block + c * some, to + c, step, add);
         if (ends) end(c, columns);
       }
     } else {

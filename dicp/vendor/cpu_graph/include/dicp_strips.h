@@ -6,6 +6,7 @@
 
 namespace dicp {
 
+constexpr bool BY_STRIPS = LANES == 8;
 constexpr int64_t STRIP_ROWS = 6, STRIP_COLUMNS = 16;
 constexpr int64_t SPILL = LANES;  // floats behind packed rows that are written, and never read
 
@@ -55,25 +56,45 @@ inline void pack_rows(const T* from, int64_t down, int64_t across, int64_t m, in
   }
 }
 
-// c[rows][STRIP_COLUMNS], `step` from row to row, (+)= one strip times another, of which each row and column is `depth`
-// long; some products of it
-template <int rows>
-inline void strip_product(const float* left, const float* right, int64_t some, float* c, int64_t step, bool add) {
+// The left operand: strips of rows, packed, or rows as they lie.
+struct PackedRows {
+  const float* at;
+  int64_t depth;
+  DICP_INLINE PackedRows from(int64_t row, int64_t k) const { return {at + row * depth + k * STRIP_ROWS, depth}; }
+  DICP_INLINE const float* row(int i) const { return at + i; }
+  static constexpr int64_t along = STRIP_ROWS;
+};
+struct RowsAsTheyLie {
+  const float* at;
+  int64_t apart, last;  // between rows; the last one there is
+  DICP_INLINE RowsAsTheyLie from(int64_t row, int64_t k) const { return {at + row * apart + k, apart, last - row}; }
+  DICP_INLINE const float* row(int i) const { return at + least(i, last) * apart; }
+  static constexpr int64_t along = 1;
+};
+
+DICP_INLINE RowsAsTheyLie rows_of(const float* at, int64_t apart, int64_t count) { return {at, apart, count - 1}; }
+
+// c[rows][STRIP_COLUMNS], `step` from row to row, (+)= one strip times another, which are `depth` long
+template <int rows, class Left>
+inline void strip_product(Left left, const float* right, int64_t depth, float* c, int64_t step, bool add) {
   constexpr int VECTORS = STRIP_COLUMNS / LANES;
+  const float* row[rows];
   vf32 sums[rows * VECTORS];
+#pragma GCC unroll 6
+  for (int i = 0; i < rows; ++i) row[i] = left.row(i);
 #pragma GCC unroll 12
   for (int i = 0; i < rows * VECTORS; ++i) {
     __builtin_prefetch(c + i / VECTORS * step, 1);
     sums[i] = splat<vf32>(0);
   }
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < some; ++k) {
+  for (int64_t k = 0; k < depth; ++k) {
     vf32 w[VECTORS];
 #pragma GCC unroll 4
     for (int j = 0; j < VECTORS; ++j) w[j] = load(right + k * STRIP_COLUMNS + j * LANES, Full());
 #pragma GCC unroll 12
     for (int i = 0; i < rows * VECTORS; ++i)
-      sums[i] = fma(splat<vf32>(left[k * STRIP_ROWS + i / VECTORS]), w[i % VECTORS], sums[i]);
+      sums[i] = fma(splat<vf32>(row[i / VECTORS][k * Left::along]), w[i % VECTORS], sums[i]);
   }
   if (add) {
 #pragma GCC unroll 12
@@ -87,20 +108,21 @@ inline void strip_product(const float* left, const float* right, int64_t some, f
   }
 }
 // All of the depth: every `apart` products a sum is rounded into memory.
-template <int rows>
-inline void strip_products(const float* left, const float* right, int64_t depth, int64_t apart, float* c, int64_t step,
-                           bool add) {
+template <int rows, class Left>
+inline void strip_products(Left left, const float* right, int64_t depth, int64_t apart, float* c, int64_t step, bool add) {
   for (int64_t k = 0; k < depth; k += apart)
-    strip_product<rows>(left + k * STRIP_ROWS, right + k * STRIP_COLUMNS, least(depth - k, apart), c, step, add || k);
+    strip_product<rows>(left.from(0, k), right + k * STRIP_COLUMNS, least(depth - k, apart), c, step, add || k);
 }
 
-// c[m][n] (+)= strips of m rows times strips of n columns; what is behind the last column is left as it is
-inline void packed_products(int64_t m, int64_t n, int64_t depth, int64_t apart, const float* left, const float* right,
-                            float* c, int64_t step, bool add) {
+// c[m][n] (+)= m rows times strips of n columns; what is behind the last column is left as it is
+template <class Left>
+inline void strip_products(int64_t m, int64_t n, int64_t depth, int64_t apart, Left left, const float* right, float* c,
+                           int64_t step, bool add) {
   for (int64_t j = 0; j < n; j += STRIP_COLUMNS)
     for (int64_t i = 0; i < m; i += STRIP_ROWS) {
       const int64_t rows = least(m - i, STRIP_ROWS), columns = least(n - j, STRIP_COLUMNS);
-      const float *const x = left + i * depth, *const w = right + j * depth;
+      const float* const w = right + j * depth;
+      const Left x = left.from(i, 0);
       float* const at = c + i * step + j;
       if (rows == STRIP_ROWS && columns == STRIP_COLUMNS) {
         strip_products<STRIP_ROWS>(x, w, depth, apart, at, step, add);
