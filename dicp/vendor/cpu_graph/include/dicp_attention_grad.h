@@ -15,12 +15,14 @@ struct AttentionGradient {
   int64_t grad[3], q[3], k[3], v[3];  // of dO, dQ, dK, dV
 };
 
-// Blocks of a thread: their scores and slopes (256 KB) stay in its second-level cache.
-constexpr int64_t GRAD_QUERIES = 128, GRAD_KEYS = 256;
+// Blocks of a thread: their scores and slopes (256 KB) stay in its second-level cache; of strips, whole ones.
+constexpr int64_t GRAD_QUERIES = BY_STRIPS ? 144 : 128, GRAD_KEYS = BY_STRIPS ? 240 : 256;
 
 // The workspace of one thread, and the work on one head of keys.
 template <class T, class M> struct AttentionGradientTile {
   static constexpr bool pairs = is_low<T>;  // operands go to the products as 16-bit pairs
+  static constexpr bool strips = BY_STRIPS && !pairs;  // of what products read on their right
+  static constexpr int64_t whole = strips ? STRIP_COLUMNS : LANES;
   const AttentionGradient& g;
   const Attention& a;
   float scale;
@@ -31,15 +33,18 @@ template <class T, class M> struct AttentionGradientTile {
   float *top, *inner;           // of each query: the logarithm of its sum, dO * O
   float *sum_q, *sum_k, *sum_v;  // [queries][depth], [all keys][depth], [all keys][depth_v]
   T *weights, *tangents, *transposed;     // P^T and dS^T: [keys][queries], dS: [queries][keys]
-  T *paired_q, *paired_g, *paired_k;  // rows by pairs, where products want such
+  T *paired_q, *paired_g, *paired_k;  // rows by pairs or in strips, where products want such
 
   AttentionGradientTile(const AttentionGradient& gradient, float factor)
       : g(gradient), a(gradient.of), scale(factor) {
-    queries = (least_of(a.rows, GRAD_QUERIES) + LANES - 1) / LANES * LANES;
-    keys = (least_of(a.keys, GRAD_KEYS) + LANES - 1) / LANES * LANES;
+    queries = whole_strips(least_of(a.rows, GRAD_QUERIES), whole);
+    keys = whole_strips(least_of(a.keys, GRAD_KEYS), whole);
     const int64_t tile = keys * queries, depths = a.depth + a.depth_v;
+    const int64_t of_q = strips ? whole_strips(a.depth, whole) : a.depth;
+    const int64_t of_g = strips ? whole_strips(a.depth_v, whole) : a.depth_v;
     const int64_t floats = 2 * tile + queries * (depths + 2 + a.depth) + a.keys * depths;
-    const int64_t own = tile + (pairs ? 2 * tile + queries * depths + keys * a.depth : 0);
+    const int64_t arranged = pairs || strips ? queries * (of_q + of_g) + keys * of_q : 0;
+    const int64_t own = tile + (pairs ? 2 * tile : 0) + arranged;
     memory = (char*)aligned_alloc(64, (floats * 4 + own * (int64_t)sizeof(T) + 63) / 64 * 64);
     scores = (float*)memory, slopes = scores + tile;
     transposed_q = slopes + tile, transposed_g = transposed_q + queries * a.depth;
@@ -47,7 +52,8 @@ template <class T, class M> struct AttentionGradientTile {
     sum_q = inner + queries, sum_k = sum_q + queries * a.depth, sum_v = sum_k + a.keys * a.depth;
     transposed = (T*)(sum_v + a.keys * a.depth_v);
     weights = pairs ? transposed + tile : (T*)scores, tangents = pairs ? weights + tile : (T*)slopes;
-    paired_q = tangents + tile, paired_g = paired_q + queries * a.depth, paired_k = paired_g + queries * a.depth_v;
+    paired_q = pairs ? tangents + tile : transposed + tile;
+    paired_g = paired_q + queries * of_q, paired_k = paired_g + queries * of_g;
   }
   ~AttentionGradientTile() { free(memory); }
   static int64_t least_of(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -58,6 +64,8 @@ template <class T, class M> struct AttentionGradientTile {
     int64_t row;
   };
   DICP_INLINE Block right(const T* from, int64_t row, int64_t m, int64_t n, T* room) {
+    if constexpr (strips) pack_columns(from, row, 1, m, n, room);
+    if constexpr (strips) return {room, n};
     if constexpr (!pairs) return {from, row};
     for (int64_t i = 0; i < m; i += 2)
       pair_rows((const uint16_t*)(from + i * row), i + 1 < m ? (const uint16_t*)(from + (i + 1) * row) : nullptr, n,
@@ -67,7 +75,15 @@ template <class T, class M> struct AttentionGradientTile {
   // m rows of n elements -> words of their columns
   DICP_INLINE void transpose_rows(const T* from, int64_t row, int64_t m, int64_t n, float* to) {
     if constexpr (pairs) bring((const float*)from, 1, row / 2, n / 2, m, to, queries);
+    else if constexpr (strips) pack_columns(from, 1, row, n, m, to);
     else bring(from, 1, row, n, m, to, queries);
+  }
+
+  // c[m][n], `step` from row to row, (+)= m rows, `row` apart, times n columns of the depth
+  DICP_INLINE static void multiply(int64_t m, int64_t n, int64_t depth, const T* left, int64_t row, Block on_right,
+                                   float* c, int64_t step, bool add) {
+    if constexpr (strips) strip_products(m, n, depth, DEPTH_TILE, rows_of(left, row, m), on_right.at, c, step, add);
+    else product(m, n, even(depth), left, row, on_right.at, on_right.row, c, step, add);
   }
 
   // what one key, `key`, adds to the scores of the queries from `query` on
@@ -128,14 +144,13 @@ template <class T, class M> struct AttentionGradientTile {
     for (int64_t k0 = 0; k0 < end; k0 += keys) {
       const int64_t n = least_of(end - k0, keys);
       const T *const rows_k = k + k0 * a.k[2], *const rows_v = v + k0 * a.v[2];
-      product(n, m, a.depth, rows_k, a.k[2], (const T*)transposed_q, queries, scores, queries, false);
-      product(n, m, a.depth_v, rows_v, a.v[2], (const T*)transposed_g, queries, slopes, queries, false);
+      multiply(n, m, a.depth, rows_k, a.k[2], {(const T*)transposed_q, queries}, scores, queries, false);
+      multiply(n, m, a.depth_v, rows_v, a.v[2], {(const T*)transposed_g, queries}, slopes, queries, false);
       differentiate(first, m, k0, n, mask, causal);
       float *const to_v = sum_v + k0 * a.depth_v, *const to_k = sum_k + k0 * a.depth;
-      product(n, a.depth_v, even(m), weights, queries, right_g.at, right_g.row, to_v, a.depth_v, true);
-      product(n, a.depth, even(m), tangents, queries, right_q.at, right_q.row, to_k, a.depth, true);
-      const Block right_k = right(rows_k, a.k[2], n, a.depth, paired_k);
-      product(m, a.depth, even(n), transposed, keys, right_k.at, right_k.row, sum_q, a.depth, k0 > 0);
+      multiply(n, a.depth_v, m, weights, queries, right_g, to_v, a.depth_v, true);
+      multiply(n, a.depth, m, tangents, queries, right_q, to_k, a.depth, true);
+      multiply(m, a.depth, n, transposed, keys, right(rows_k, a.k[2], n, a.depth, paired_k), sum_q, a.depth, k0 > 0);
     }
     put(sum_q, m, a.depth, dq + first * g.q[2], g.q[2]);
   }
