@@ -81,12 +81,12 @@ inline void strip_product(Left left, const float* right, int64_t depth, float* c
   const float* row[rows];
   vf32 sums[rows * VECTORS];
 #pragma GCC unroll 6
-  for (int i = 0; i < rows; ++i) row[i] = left.row(i);
-#pragma GCC unroll 12
-  for (int i = 0; i < rows * VECTORS; ++i) {
-    __builtin_prefetch(c + i / VECTORS * step, 1);
-    sums[i] = splat<vf32>(0);
+  for (int i = 0; i < rows; ++i) {
+    row[i] = left.row(i);
+    __builtin_prefetch(c + i * step, 1);
   }
+#pragma GCC unroll 12
+  for (int i = 0; i < rows * VECTORS; ++i) sums[i] = splat<vf32>(0);
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     vf32 w[VECTORS];
