@@ -1,5 +1,5 @@
-"""Products of more than a few rows by tiles around oneDNN's micro-kernels (include/dicp_gemm.h and
-dicp_gemm_transposed.h)."""
+"""Products of more than a few rows by tiles around oneDNN's micro-kernels, or by strips (include/dicp_gemm.h,
+dicp_gemm_transposed.h and dicp_strips.h)."""
 
 from __future__ import annotations
 
