@@ -1,6 +1,6 @@
 """What docs/cpu_graph.md says of products: GF/s of ATen's low precision beside float32's with the conversions
 and beside dicp_cpu's; int8 weights; bf16 into memory that is given; and of float32 by MKL, by oneDNN and by
-what dicp_cpu calls, with how far each errs.
+what dicp_cpu calls, with how far each errs, and how the operands lie.
 
     python scripts/products.py
 """
@@ -8,6 +8,7 @@ what dicp_cpu calls, with how far each errs.
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
@@ -21,6 +22,17 @@ from dicp.vendor.cpu_graph.claims import matmul
 from dicp.vendor.cpu_graph.claims.common import onednn_has
 
 LOW = (torch.bfloat16, torch.float16)
+MATRICES = ((16, 1024, 1024), (64, 1024, 1024), (128, 768, 3072), (256, 768, 3072), (256, 1024, 1024))
+MATRICES += ((1024, 1024, 1024), (512, 3072, 768), (1568, 768, 768), (6272, 96, 384), (392, 1536, 384))
+BATCHES = ((48, 512, 64, 512), (48, 512, 512, 64), (96, 197, 64, 197), (96, 197, 197, 64))
+BATCHES += ((8, 1024, 256, 1024),)
+LAYOUTS = (  # sizes, whether x lies by columns, whether w lies along the depth
+    ("linear", MATRICES, False, True),
+    ("gradient of a weight", MATRICES, True, False),
+    ("x by columns, w along the depth", MATRICES, True, True),
+    ("batches", BATCHES, False, False),
+    ("batches, x by columns", BATCHES, True, False),
+)
 CONSTANT = ((128, 1024, 32000), (256, 768, 50257), (256, 1024, 151936), (1024, 768, 3072), (6272, 96, 384))
 
 
@@ -147,6 +159,21 @@ def constant(rows: int, depth: int, columns: int) -> None:
     print(f"bf16, frozen {rows}x{depth}x{columns}: {figures}", flush=True)
 
 
+def layout(name: str, sizes: Sequence[tuple[int, ...]], turned: bool, along_depth: bool) -> None:
+    """Geometric means of GF/s in float32 by ATen, and compiled."""
+    rates: list[list[float]] = []
+    for *batch, rows, depth, columns in sizes:
+        x = torch.randn(*batch, depth, rows).mT if turned else torch.randn(*batch, rows, depth)
+        w = torch.randn(*batch, columns, depth).mT if along_depth else torch.randn(*batch, depth, columns)
+        torch._dynamo.reset()
+        compiled, _ = by_dicp(lambda x, w: x @ w, (x, w))
+        flops = 2.0 * x.numel() * columns
+        times = alternating([functools.partial(torch.matmul, x, w), compiled])
+        rates.append([flops / ms / 1e6 for ms in times])
+    theirs, ours = (statistics.geometric_mean(each) for each in zip(*rates, strict=True))
+    print(f"{name}, {len(sizes)} products: ATen {theirs:.0f}, dicp_cpu {ours:.0f}", flush=True)
+
+
 def rates_in_turn(fns: Sequence[Callable[..., Tensor]], x: Tensor, weights: Sequence[Tensor]) -> list[float]:
     """GF/s of each fn."""
 
@@ -213,6 +240,8 @@ def main() -> None:
     if in_bf16:
         for sizes in CONSTANT:
             constant(*sizes)
+    for each in LAYOUTS:
+        layout(*each)
     print("\n  rows  depth  columns               MKL   oneDNN dicp_cpu   errors: MKL, oneDNN, dicp_cpu")
     for depth in (256, 1024, 1152, 2048, 2816):
         for rows in (16, 64, 256, 1024):

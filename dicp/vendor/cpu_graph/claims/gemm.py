@@ -29,10 +29,11 @@ from dicp.vendor.cpu_graph.microkernels import available
 
 ROW_TILE, DEPTH_TILE = 128, 128
 LONG, WIDE = (512, 128), (128, 512)
+"""As in dicp_gemm.h, around oneDNN's micro-kernels: rows and columns."""
 STRIP_ROW_TILE, STRIP_DEPTH_BLOCK, STRIP_ROWS, SPILL = 144, 256, 6, 8
-STRIP_COLUMNS, STRIPS_OF_SUMS = 1024, (576, 256)
-"""As in dicp_gemm.h and dicp_strips.h."""
-FEW_ROWS, FEW_ROWS_WITH_STRIPS, FEW_ROWS_OF_PAIRS, PANEL, STRIP = 512, 128, 128, 128, 16
+STRIPS_COLUMNS, STRIPS_OF_SUMS = 1024, (576, 256)
+"""As there and in dicp_strips.h; columns where sums lie in the result, rows and columns where they do not."""
+FEW_ROWS, FEW_ROWS_WITH_STRIPS, FEW_ROWS_OF_PAIRS, PANEL, BAND = 512, 128, 128, 128, 16
 PACKED_ROWS, PACKED_PANEL = 256, 64
 """As in dicp_gemm_packed.h."""
 REACH = 1 << 22
@@ -148,13 +149,14 @@ def workspace(lowering: Any, args: Sequence[Any], at: Operands) -> int:
     grouped = len(w.shape) > len(x.shape)  # each group has some of the rows, or all
     rows = x.shape[-2] if len(x.shape) == len(w.shape) else ix.product(x.shape[:-1])
     is_float = x.buffer.dtype == torch.float32
-    if machine.lanes == 8:
+    by_strips = machine.lanes == 8
+    if by_strips:
         floats = _strips(rows, columns, depth, is_float)
     else:
         lines = isinstance(columns, int) and columns % 16 == 0
         floats = _tiles(rows, columns, depth, x.strides[-1] == 1, is_float and lines and len(w.shape) == 2)
     floats *= int(machine.threads)
-    few = _few_rows(columns, depth, FEW_ROWS_WITH_STRIPS if machine.lanes == 8 else FEW_ROWS)
+    few = _few_rows(columns, depth, FEW_ROWS_WITH_STRIPS if by_strips else FEW_ROWS)
     may_be_few = grouped or not isinstance(rows, int) or rows <= few
     if along_depth and isinstance(depth, int) and may_be_few:
         block = 0 if w.buffer.dtype == torch.float32 else PANEL * DEPTH_TILE
@@ -172,7 +174,7 @@ def _tiles(rows: Any, columns: Any, depth: Any, by_rows: bool, in_place: bool) -
 def _strips(rows: Any, columns: Any, depth: Any, in_place: bool) -> int:
     """The same around dicp_strips.h."""
     group, panel = STRIPS_OF_SUMS
-    width = whole_lines(_most(columns, STRIP_COLUMNS if in_place else panel))
+    width = whole_lines(_most(columns, STRIPS_COLUMNS if in_place else panel))
     deep, tile = whole_lines(_most(depth, STRIP_DEPTH_BLOCK)), _most(rows, STRIP_ROW_TILE)
     of_rows = -(-tile // STRIP_ROWS) * STRIP_ROWS * deep + SPILL
     return deep * width + of_rows + (0 if in_place else _most(rows, group) * width)
@@ -180,9 +182,9 @@ def _strips(rows: Any, columns: Any, depth: Any, in_place: bool) -> int:
 
 def _transposed(lowering: Any, rows: int, depth: int, block: int = 0) -> int:
     """Floats of dicp_gemm_transposed.h: x, and for each thread sums, rows of results, a block of w."""
-    width = max(whole_lines(rows), 2 * STRIP)
+    width = max(whole_lines(rows), 2 * BAND)
     threads = int(lowering.vendor.machine(lowering.config).threads)
-    return depth * width + threads * (PANEL * width + STRIP * PANEL + block)
+    return depth * width + threads * (PANEL * width + BAND * PANEL + block)
 
 
 def _few_rows(columns: Any, depth: Any, most: int) -> int:

@@ -44,7 +44,7 @@ def prefers_onednn(node: fx.Node) -> bool:
     """Whether oneDNN serves a product better than MKL does.
 
     bf16 goes to oneDNN wherever that has it. MKL runs fp32 at half of an AMD core's AVX-512 peak, oneDNN at
-    95 %; on Intel, and with AVX2, MKL is at the peak.
+    95 %; on Intel MKL is at the peak, and with AVX2 oneDNN is not ahead of it (scripts/products.py).
     """
     if not _onednn_serves(node) or _left(node).dtype == torch.bfloat16:
         return _onednn_serves(node)
@@ -60,7 +60,7 @@ def prefers_tiles(node: fx.Node) -> bool:
     """Whether our own tiles serve a product better than the libraries do.
 
     They do where those have no products of a low precision. In float32 they are ahead of MKL on AMD with
-    AVX2 (scripts/products.py). Where MKL is not at its peak, they serve what oneDNN does not, or not as well
+    AVX2, however the operands lie (scripts/products.py). Where MKL is not at its peak, they serve what oneDNN does not, or not as well
     (`_by_onednn`).
     """
     if gemm("product", node) is None:

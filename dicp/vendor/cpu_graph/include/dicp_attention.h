@@ -47,7 +47,8 @@ template <class P, class T, class M> struct AttentionTile {
     const int64_t tile = rows * width, words = a.depth / (pairs ? 2 : 1);
     const int64_t floats = tile + words * width + rows * a.depth_v + 2 * rows;
     const int64_t row_v = strips ? whole_strips(a.depth_v, STRIP_COLUMNS) : a.depth_v;
-    const int64_t of_values = pairs || converts || strips ? width * row_v : 0, of_queries = converts ? rows * a.depth : 0;
+    const int64_t of_values = pairs || converts || strips ? width * row_v : 0;
+    const int64_t of_queries = converts ? rows * a.depth : 0;
     const int64_t own = of_values + of_queries + (pairs ? tile : 0);
     memory = (char*)aligned_alloc(64, (floats * 4 + own * (int64_t)sizeof(P) + 63) / 64 * 64);
     scores = (float*)memory;
@@ -126,7 +127,7 @@ template <class P, class T, class M> struct AttentionTile {
       else if constexpr (strips) pack_columns(k + k0 * a.k[2], 1, a.k[2], a.depth, n, keys);
       else bring(k + k0 * a.k[2], 1, a.k[2], a.depth, n, keys, width);
       if constexpr (strips)
-        strip_products(count, n, a.depth, a.depth, rows_of(of_queries.at, of_queries.row, count), keys, scores, width, false);
+        strip_products(count, n, a.depth, rows_of(of_queries.at, of_queries.row, count), keys, scores, width, false);
       else product(count, n, a.depth, of_queries.at, of_queries.row, (const P*)keys, width, scores, width, false);
       const int64_t even = pairs ? (n + 1) / 2 * 2 : n;
       for (int64_t r = 0; r < count; ++r) {
@@ -135,7 +136,7 @@ template <class P, class T, class M> struct AttentionTile {
       }
       if constexpr (strips) {
         pack_columns(v + k0 * a.v[2], a.v[2], 1, n, a.depth_v, values);
-        strip_products(count, a.depth_v, n, DEPTH_TILE, rows_of(weights, width, count), values, result, a.depth_v, k0 > 0);
+        strip_products(count, a.depth_v, n, rows_of(weights, width, count), values, result, a.depth_v, k0 > 0);
       } else {
         const Block of_values = values_of(v + k0 * a.v[2], n);
         product(count, a.depth_v, even, weights, width, of_values.at, of_values.row, result, a.depth_v, k0 > 0);

@@ -33,7 +33,7 @@ template <class T, class M> struct AttentionGradientTile {
   float *top, *inner;           // of each query: the logarithm of its sum, dO * O
   float *sum_q, *sum_k, *sum_v;  // [queries][depth], [all keys][depth], [all keys][depth_v]
   T *weights, *tangents, *transposed;     // P^T and dS^T: [keys][queries], dS: [queries][keys]
-  T *paired_q, *paired_g, *paired_k;  // rows by pairs or in strips, where products want such
+  T *arranged_q, *arranged_g, *arranged_k;  // rows by pairs or in strips, where products want such
 
   AttentionGradientTile(const AttentionGradient& gradient, float factor)
       : g(gradient), a(gradient.of), scale(factor) {
@@ -52,8 +52,8 @@ template <class T, class M> struct AttentionGradientTile {
     sum_q = inner + queries, sum_k = sum_q + queries * a.depth, sum_v = sum_k + a.keys * a.depth;
     transposed = (T*)(sum_v + a.keys * a.depth_v);
     weights = pairs ? transposed + tile : (T*)scores, tangents = pairs ? weights + tile : (T*)slopes;
-    paired_q = pairs ? tangents + tile : transposed + tile;
-    paired_g = paired_q + queries * of_q, paired_k = paired_g + queries * of_g;
+    arranged_q = pairs ? tangents + tile : transposed + tile;
+    arranged_g = arranged_q + queries * of_q, arranged_k = arranged_g + queries * of_g;
   }
   ~AttentionGradientTile() { free(memory); }
   static int64_t least_of(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -64,8 +64,7 @@ template <class T, class M> struct AttentionGradientTile {
     int64_t row;
   };
   DICP_INLINE Block right(const T* from, int64_t row, int64_t m, int64_t n, T* room) {
-    if constexpr (strips) pack_columns(from, row, 1, m, n, room);
-    if constexpr (strips) return {room, n};
+    if constexpr (strips) return pack_columns(from, row, 1, m, n, room), Block{room, n};
     if constexpr (!pairs) return {from, row};
     for (int64_t i = 0; i < m; i += 2)
       pair_rows((const uint16_t*)(from + i * row), i + 1 < m ? (const uint16_t*)(from + (i + 1) * row) : nullptr, n,
@@ -82,7 +81,7 @@ template <class T, class M> struct AttentionGradientTile {
   // c[m][n], `step` from row to row, (+)= m rows, `row` apart, times n columns of the depth
   DICP_INLINE static void multiply(int64_t m, int64_t n, int64_t depth, const T* left, int64_t row, Block on_right,
                                    float* c, int64_t step, bool add) {
-    if constexpr (strips) strip_products(m, n, depth, DEPTH_TILE, rows_of(left, row, m), on_right.at, c, step, add);
+    if constexpr (strips) strip_products(m, n, depth, rows_of(left, row, m), on_right.at, c, step, add);
     else product(m, n, even(depth), left, row, on_right.at, on_right.row, c, step, add);
   }
 
@@ -137,8 +136,8 @@ template <class T, class M> struct AttentionGradientTile {
     const T *const rows_q = q + first * a.q[2], *const rows_g = grad + first * g.grad[2];
     transpose_rows(rows_q, a.q[2], m, a.depth, transposed_q);
     transpose_rows(rows_g, g.grad[2], m, a.depth_v, transposed_g);
-    const Block right_q = right(rows_q, a.q[2], m, a.depth, paired_q);
-    const Block right_g = right(rows_g, g.grad[2], m, a.depth_v, paired_g);
+    const Block right_q = right(rows_q, a.q[2], m, a.depth, arranged_q);
+    const Block right_g = right(rows_g, g.grad[2], m, a.depth_v, arranged_g);
     const int64_t end = causal ? least_of(first + m, a.keys) : a.keys;
     for (int64_t i = 0; end == 0 && i < m * a.depth; ++i) sum_q[i] = 0.0f;  // no keys: no product does it
     for (int64_t k0 = 0; k0 < end; k0 += keys) {
@@ -150,7 +149,7 @@ template <class T, class M> struct AttentionGradientTile {
       float *const to_v = sum_v + k0 * a.depth_v, *const to_k = sum_k + k0 * a.depth;
       multiply(n, a.depth_v, m, weights, queries, right_g, to_v, a.depth_v, true);
       multiply(n, a.depth, m, tangents, queries, right_q, to_k, a.depth, true);
-      multiply(m, a.depth, n, transposed, keys, right(rows_k, a.k[2], n, a.depth, paired_k), sum_q, a.depth, k0 > 0);
+      multiply(m, a.depth, n, transposed, keys, right(rows_k, a.k[2], n, a.depth, arranged_k), sum_q, a.depth, k0 > 0);
     }
     put(sum_q, m, a.depth, dq + first * g.q[2], g.q[2]);
   }

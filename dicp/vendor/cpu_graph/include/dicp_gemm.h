@@ -72,7 +72,8 @@ template <Activation act, class T, class W, class S> struct GemmTile {
       const int64_t of_group = least(last - group, rows_of_group);
       for (int64_t k = 0; k < g.depth; k += DEPTH_BLOCK) {
         const int64_t some = least(g.depth - k, DEPTH_BLOCK);
-        if (group == first || g.depth > DEPTH_BLOCK) bring_block(w + batch * g.w[0] + k * g.w[1] + column * g.w[2], some, n);
+        if (group == first || g.depth > DEPTH_BLOCK)
+          bring_block(w + batch * g.w[0] + k * g.w[1] + column * g.w[2], some, n);
         for (int64_t r = 0; r < of_group; r += ROW_TILE)
           tile(batch, group + r, least(of_group - r, ROW_TILE), sums + r * width, column, n, k, some);
       }
@@ -99,7 +100,7 @@ template <Activation act, class T, class W, class S> struct GemmTile {
       const int64_t part = ends ? EPILOGUE_COLUMNS : n;
       for (int64_t c = 0; c < n; c += part) {
         const int64_t columns = least(n - c, part);
-        strip_products(m, columns, some, DEPTH_TILE, PackedRows{rows, some}, block + c * some, to + c, step, add);
+        strip_products(m, columns, some, PackedRows{rows, some}, block + c * some, to + c, step, add);
         if (ends) end(c, columns);
       }
     } else {

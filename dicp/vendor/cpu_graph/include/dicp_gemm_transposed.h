@@ -2,14 +2,14 @@
 // stored, in runs that the hardware foresees, while it computes; transposed are x, once for all threads, and the result. A
 // block of w that is transposed beforehand, as in dicp_gemm.h, is waited for, which is half of the time of 32 rows.
 #pragma once
-#include "dicp_brgemm.h"
+#include "dicp_strips.h"
 #include "dicp_product.h"
 
 namespace dicp {
 
 // Rows of x at the most (of more, dicp_strips.h is ahead where there are strips), and columns of w at a time, whose sums
 // are in the second-level cache.
-constexpr int64_t FEW_ROWS = LANES == 8 ? 128 : 512, FEW_ROWS_OF_PAIRS = 128, PANEL = 128, STRIP = 16;
+constexpr int64_t FEW_ROWS = BY_STRIPS ? 128 : 512, FEW_ROWS_OF_PAIRS = 128, PANEL = 128, BAND = 16;
 // Of more rows, it takes longer to turn x and y than w. A float of w is waited for; one of x or y takes twice as long,
 // as new memory is written.
 DICP_INLINE int64_t few_rows(int64_t columns, int64_t depth) {
@@ -30,7 +30,7 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
 
   Transposed(const Product& of, const T* left, const W* right, const Epilogue<T, S>& after, T* result)
       : g(of), x(left), w(right), e(after), y(result) {
-    width = g.rows <= 2 * STRIP ? 2 * STRIP : (g.rows + STRIP - 1) / STRIP * STRIP;
+    width = g.rows <= 2 * BAND ? 2 * BAND : (g.rows + BAND - 1) / BAND * BAND;
   }
   // depths that vary have memory for the other way only
   bool serves(const Workspace& space, int64_t threads) const {
@@ -42,7 +42,7 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
   }
   int64_t floats_of_x() const { return g.depth / in_word * width; }
   int64_t floats() const {  // of a thread: sums [PANEL][width], rows of results, a block of w
-    return PANEL * width + STRIP * PANEL + (as_stored ? 0 : PANEL * deep);
+    return PANEL * width + BAND * PANEL + (as_stored ? 0 : PANEL * deep);
   }
 
   // from depth k on; what columns without a row of x hold goes into sums that nobody reads
@@ -55,7 +55,7 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
 
   // n columns of y from `column` on
   void panel(int64_t column, int64_t n, const float* transposed, float* sums) const {
-    float *const strip = sums + PANEL * width, *const block = strip + STRIP * PANEL;
+    float *const band = sums + PANEL * width, *const block = band + BAND * PANEL;
     for (int64_t k = 0; k < g.depth; k += deep) {
       const int64_t some = least(g.depth - k, deep);
       const W* const from = w + k + column * g.w[2];
@@ -67,15 +67,15 @@ template <Activation act, class T, class W, class S, class Word = float> struct 
         products(n, width, some, block, deep, right, width, sums, width, k > 0);
       }
     }
-    for (int64_t row = 0; row < g.rows; row += STRIP) {
-      const int64_t m = least(g.rows - row, STRIP);
+    for (int64_t row = 0; row < g.rows; row += BAND) {
+      const int64_t m = least(g.rows - row, BAND);
       if constexpr (same<T, float>)
         if (e.template leaves_sums<act>()) {
           bring(sums + row, 1, width, m, n, y + row * g.y[1] + column, g.y[1]);
           continue;
         }
-      bring(sums + row, 1, width, m, n, strip, PANEL);
-      for (int64_t i = 0; i < m; ++i) finish<act>(strip + i * PANEL, n, g, e, 0, row + i, column, y);
+      bring(sums + row, 1, width, m, n, band, PANEL);
+      for (int64_t i = 0; i < m; ++i) finish<act>(band + i * PANEL, n, g, e, 0, row + i, column, y);
     }
   }
 

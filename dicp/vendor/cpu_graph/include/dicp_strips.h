@@ -1,8 +1,8 @@
-// Products of packed operands with vectors of 8 lanes, for which oneDNN's micro-kernels read the right operand as it lies,
-// from the second-level cache: strips of 6 rows of the left one, and of 16 columns of the right one, each contiguous
+// Products with vectors of 8 lanes, for which oneDNN's micro-kernels read the right operand as it lies, from the
+// second-level cache: by strips of 16 columns of it, and of 6 rows of the left one where that is packed, each contiguous
 // along the depth, so that 12 vectors of sums stay in registers and a strip of columns in the first-level cache.
 #pragma once
-#include "dicp_parts.h"
+#include "dicp_brgemm.h"
 
 namespace dicp {
 
@@ -19,8 +19,8 @@ inline void pack_columns(const T* from, int64_t down, int64_t across, int64_t de
   if (across == 1) {  // a row after the other, as they lie in memory
     for (int64_t k = 0; k < depth; ++k)
       for (int64_t c = 0; c < whole; c += LANES) {
-        const int64_t strip = c / STRIP_COLUMNS * STRIP_COLUMNS;
-        store(to + strip * depth + k * STRIP_COLUMNS + (c - strip), cast<vf32>(load(from + k * down + c, Full())), Full());
+        float* const strip = to + c / STRIP_COLUMNS * STRIP_COLUMNS * depth;
+        store(strip + k * STRIP_COLUMNS + c % STRIP_COLUMNS, cast<vf32>(load(from + k * down + c, Full())), Full());
       }
   } else {
     for (int64_t c = 0; c < whole; c += STRIP_COLUMNS)
@@ -28,8 +28,7 @@ inline void pack_columns(const T* from, int64_t down, int64_t across, int64_t de
   }
   if (whole == n) return;
   float* const last = to + whole * depth;
-  for (int64_t k = 0; k < depth; ++k)
-    each_part(STRIP_COLUMNS, [&](int64_t c, auto lanes) INLINE { store(last + k * STRIP_COLUMNS + c, splat<vf32>(0), lanes); });
+  __builtin_memset(last, 0, depth * STRIP_COLUMNS * sizeof(float));
   bring(from + whole * across, down, across, depth, n - whole, last, STRIP_COLUMNS);
 }
 
@@ -107,17 +106,17 @@ inline void strip_product(Left left, const float* right, int64_t depth, float* c
     for (int i = 0; i < rows * VECTORS; ++i) store(c + i / VECTORS * step + i % VECTORS * LANES, sums[i], Full());
   }
 }
-// All of the depth: every `apart` products a sum is rounded into memory.
+// All of the depth: every DEPTH_TILE products a sum is rounded into memory.
 template <int rows, class Left>
-inline void strip_products(Left left, const float* right, int64_t depth, int64_t apart, float* c, int64_t step, bool add) {
-  for (int64_t k = 0; k < depth; k += apart)
-    strip_product<rows>(left.from(0, k), right + k * STRIP_COLUMNS, least(depth - k, apart), c, step, add || k);
+inline void rounded_product(Left left, const float* right, int64_t depth, float* c, int64_t step, bool add) {
+  for (int64_t k = 0; k < depth; k += DEPTH_TILE)
+    strip_product<rows>(left.from(0, k), right + k * STRIP_COLUMNS, least(depth - k, DEPTH_TILE), c, step, add || k);
 }
 
 // c[m][n] (+)= m rows times strips of n columns; what is behind the last column is left as it is
 template <class Left>
-inline void strip_products(int64_t m, int64_t n, int64_t depth, int64_t apart, Left left, const float* right, float* c,
-                           int64_t step, bool add) {
+inline void strip_products(int64_t m, int64_t n, int64_t depth, Left left, const float* right, float* c, int64_t step,
+                           bool add) {
   for (int64_t j = 0; j < n; j += STRIP_COLUMNS)
     for (int64_t i = 0; i < m; i += STRIP_ROWS) {
       const int64_t rows = least(m - i, STRIP_ROWS), columns = least(n - j, STRIP_COLUMNS);
@@ -125,13 +124,13 @@ inline void strip_products(int64_t m, int64_t n, int64_t depth, int64_t apart, L
       const Left x = left.from(i, 0);
       float* const at = c + i * step + j;
       if (rows == STRIP_ROWS && columns == STRIP_COLUMNS) {
-        strip_products<STRIP_ROWS>(x, w, depth, apart, at, step, add);
+        rounded_product<STRIP_ROWS>(x, w, depth, at, step, add);
         continue;
       }
       float edge[STRIP_ROWS * STRIP_COLUMNS] = {};
-      if (rows <= 2) strip_products<2>(x, w, depth, apart, edge, STRIP_COLUMNS, false);
-      else if (rows <= 4) strip_products<4>(x, w, depth, apart, edge, STRIP_COLUMNS, false);
-      else strip_products<STRIP_ROWS>(x, w, depth, apart, edge, STRIP_COLUMNS, false);
+      if (rows <= 2) rounded_product<2>(x, w, depth, edge, STRIP_COLUMNS, false);
+      else if (rows <= 4) rounded_product<4>(x, w, depth, edge, STRIP_COLUMNS, false);
+      else rounded_product<STRIP_ROWS>(x, w, depth, edge, STRIP_COLUMNS, false);
       for (int64_t r = 0; r < rows; ++r)
         each_part(columns, [&](int64_t k, auto lanes) INLINE {
           const vf32 sum = load(edge + r * STRIP_COLUMNS + k, lanes);
