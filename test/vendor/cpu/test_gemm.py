@@ -295,12 +295,13 @@ def test_nan_and_infinity_spread_as_in_eager(rows: int) -> None:
 
 
 def test_a_sum_errs_less_than_one_of_the_whole_depth() -> None:
-    """Sums of 128 products are rounded into memory: one sum of all would err more than twice as
-    much."""
+    """Sums of 128 products are rounded into memory: they err as eager's sums of as many do, where sums of 256
+    err a third more and one of all more than twice as much."""
     x, w = torch.randn(64, 4096), torch.randn(4096, 64)
     exact = x.double() @ w.double()
-    mine, eager = torch.compile(torch.mm, backend="dicp_cpu")(x, w), x @ w
-    assert (mine - exact).norm() <= 1.5 * (eager - exact).norm()
+    mine = torch.compile(torch.mm, backend="dicp_cpu")(x, w)
+    parts = sum(a @ b for a, b in zip(x.split(128, 1), w.split(128), strict=True))
+    assert (mine - exact).norm() <= 1.1 * (parts - exact).norm()
 
 
 @pytest.mark.chosen

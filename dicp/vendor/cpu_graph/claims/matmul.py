@@ -60,8 +60,8 @@ def prefers_tiles(node: fx.Node) -> bool:
     """Whether our own tiles serve a product better than the libraries do.
 
     They do where those have no products of a low precision. In float32 they are ahead of MKL on AMD with
-    AVX2, however the operands lie (scripts/products.py). Where MKL is not at its peak, they serve what oneDNN does not, or not as well
-    (`_by_onednn`).
+    AVX2, however the operands lie (scripts/products.py). Where MKL is not at its peak, they serve what oneDNN
+    does not, or not as well (`_by_onednn`).
     """
     if gemm("product", node) is None:
         return False
