@@ -3,18 +3,58 @@ first: each file is one worker's, and none should be left with one of them at th
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 LONGEST = ("test_models.py", "test_ops.py", "test_stress.py", "test_harness.py", "test_aten_calls.py")
 
 
+def position(item: pytest.Function, names: str | Sequence[str], values: Iterable[object]) -> int:
+    """Which of the values of one `parametrize` the case was given."""
+    names = [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+    own = [item.callspec.params[name] for name in names]
+    for k, value in enumerate(values):
+        given: Any = getattr(value, "values", None)  # of a pytest.param
+        given = given if isinstance(given, tuple) else (value,) if len(names) == 1 else value
+        if all(a is b for a, b in zip(own, given, strict=True)):
+            return k
+    raise AssertionError(f"{item.name}: {own} is none of its parameters")
+
+
+def left_to_long_runs(item: pytest.Item) -> bool:
+    """Whether CI leaves out this case of a test that is marked one_in(n). It runs those whose parameters' positions
+    add up to a multiple of n: of parameters of n values and more each pair of values is there, which no choice of
+    every n-th case gives."""
+    mark = item.get_closest_marker("one_in")
+    if mark is None:
+        return False
+    assert isinstance(item, pytest.Function)
+    return sum(position(item, *m.args) for m in item.iter_markers("parametrize")) % int(mark.args[0]) != 0
+
+
+# First of all hooks: `-m` selects by what is marked here.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of LONGEST first, the rest as collected (`pytest -n` takes this order with
-    --no-loadscope-reorder)."""
+    """Marks as slow what CI leaves out. Files of LONGEST first, the rest as collected (`pytest -n` takes this order
+    with --no-loadscope-reorder)."""
+    for item in items:
+        if left_to_long_runs(item):
+            item.add_marker(pytest.mark.slow)
     rank = {name: k for k, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: to walk through it again and again took collections of garbage a
+    tenth of the tests' time."""
+    import torch._dynamo  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from .worker import LOST_DEVICE
 
 START_SECONDS = 120.0
 DEATHS_PER_UNIT = 3  # cases that may kill a worker before the rest of a unit is given up
+HANGS_PER_UNIT = 1  # the same for cases that took the time limit, which may be minutes
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class _Attendant:
     def _isolated(self, unit: Unit) -> UnitResult:
         done: list[CaseResult] = []
         finished: list[str] = []
-        eager = False
+        eager, hangs = False, 0
         for _ in range(DEATHS_PER_UNIT):
             current, eager = None, False
             try:
@@ -221,7 +222,8 @@ class _Attendant:
                 status, whose = ("upstream", "eager: ") if eager else ("fail", "")
                 done.append(CaseResult(name, status, e.death.check, whose + e.death.message, unit.key))
                 finished.append(name)
-                if current is None:
+                hangs += e.death.check == "hang"
+                if current is None or hangs == HANGS_PER_UNIT:
                     break
         if eager:  # what eager cannot do is no case, nor may the others be
             return UnitResult(unit.key, done)

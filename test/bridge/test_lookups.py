@@ -54,6 +54,7 @@ MODES = list(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode, padding, corners", MODES)
 def test_images_at_the_places_of_a_grid(mode: str, padding: str, corners: bool) -> None:
     """Inside, outside and far away, against float64."""

@@ -387,6 +387,7 @@ MARKED = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", ["conjugate", "transposed", "expanded", "negative", "empty"])
 @pytest.mark.parametrize("name", MARKED)

@@ -222,8 +222,7 @@ def test_racing_processes_build_each_kernel_once(many: int, tmp_path: Path) -> N
     # the same once more with every kernel built: what tracing and lowering take, which each process does for itself
     (again, rebuilt), = forks(tmp_path, "race", 1, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "other"))
     assert not rebuilt
-    rest = max(s for s, _ in forks(tmp_path, "race", many, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "others")))
-    print(f"one process {alone:.2f} s, {again:.2f} without builds; {many} processes {wall:.2f} s, {rest:.2f}")
+    print(f"one process {alone:.2f} s, {again:.2f} without builds; {many} processes {wall:.2f} s")
 
 
 @pytest.mark.skipif(not GXX, reason="needs g++")

@@ -56,6 +56,7 @@ def test_others_stay(fn) -> None:
     assert split_pairs(kernel, 16) is kernel
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64])
 @pytest.mark.parametrize("n", [1, 7, 16, 40])
 def test_as_eager(n: int, dtype: torch.dtype) -> None:

@@ -125,6 +125,7 @@ NORMS: dict[str, tuple[Fn, tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_are_made_from_their_statistics(name: str, dynamic: bool) -> None:

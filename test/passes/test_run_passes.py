@@ -85,6 +85,7 @@ class Transformer(torch.nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("model, shape", [(Residual, (3, 8, 16, 18)), (Transformer, (3, 5, 16))])

@@ -95,6 +95,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int, bool, str | None]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, dtype: torch.dtype) -> None:
@@ -176,6 +177,7 @@ def test_what_stays_with_the_library() -> None:
     assert claims(exact) == ["attention: flash"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("depths", [(48, 32), (32, 48), (290, 16)])

@@ -62,6 +62,7 @@ def grid(quick: Sequence[Any], all: Sequence[Any]) -> list[Any]:
     return [*quick, *(pytest.param(a, marks=pytest.mark.slow) for a in all if a not in quick)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", grid([3, 300], [1, 3, 37, 300]))
 @pytest.mark.parametrize("by_columns", grid([False], [False, True]))
@@ -87,6 +88,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("act", grid(["none", "relu"], list(ACTIVATIONS)))
@@ -104,6 +106,7 @@ def test_convolutions(kind: str, act: str, channels_last: bool, dtype: torch.dty
         assert every_candidate(torch.ops.dicp.conv.default, x, w, b, r, *how) != set()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factors", [(1, 1), (0.5, 2), (0, 1)])
 @pytest.mark.parametrize("rows", [1, 5, 70])

@@ -364,6 +364,7 @@ def test_large_results_that_a_forward_saves_are_written_where_they_are_kept(
     assert forward == [f"linear: {claim}", "linear: oneDNN"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.chosen
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)

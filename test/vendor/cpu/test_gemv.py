@@ -115,6 +115,7 @@ VARYING: dict[str, Fn] = {  # x: [M, K], w: [N, K]
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", VARYING)
 def test_rows_that_vary(form: str, dtype: torch.dtype) -> None:
@@ -171,6 +172,7 @@ INT8: dict[str, Fn] = {  # x: [M, K], w: int8 [N, K], s: [N]
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("form", INT8)

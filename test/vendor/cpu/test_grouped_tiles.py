@@ -87,6 +87,7 @@ def test_groups(cuts: str, dtype: torch.dtype, by_columns: bool, dynamic: bool, 
     assert not found[CUTS[cuts][-1] :].any()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -80,6 +80,7 @@ def check(
     torch.testing.assert_close(tensors["out"].double(), want, rtol=loose, atol=loose)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tiling", [TILING, SPLIT], ids=["whole", "parts"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
