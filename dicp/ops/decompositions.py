@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dicp import compat
 from dicp.ops import foreach, quantized
@@ -61,7 +62,7 @@ def decomposition_table(
         else:
             wanted = not kernels and (op in core or op in own)
         if wanted:
-            out[op] = fn
+            out[op] = fn if op in own else unshared(op, fn)
     return out | _of_some_uses(out) if kernels else out
 
 
@@ -92,6 +93,24 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
     return out
+
+
+def unshared(op: OpOverload, fn: Decomposition) -> Decomposition:
+    """torch's, for an op whose results are new tensors: where its parts are views, and copies of what lies as it
+    is asked to, they give the operand itself, which a write to the result then changes."""
+    if any(r.alias_info is not None for r in op._schema.returns):
+        return fn
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        taken = {_memory(a) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
+        copied = lambda t: t.clone() if _memory(t) in taken else t  # noqa: E731
+        return tree_map_only(torch.Tensor, copied, fn(*args, **kwargs))
+
+    return decomposed
+
+
+def _memory(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
 
 
 def shuffled(op: OpOverload) -> Decomposition:

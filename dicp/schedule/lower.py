@@ -23,7 +23,7 @@ from dicp.config import Config
 from dicp.errors import DicpError, InternalError, VendorError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
-from dicp.ir.meta_keys import PACKED, ROUNDED
+from dicp.ir.meta_keys import LAYOUT_KEY, PACKED, ROUNDED
 from dicp.ir.printer import op_name, user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.misuse import is_misuse
@@ -45,6 +45,7 @@ from dicp.schedule.calls import (
 from dicp.schedule.defs import Buffer, Host, Lowered, Raw, Reduction
 from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
+from dicp.schedule.strides import no_overlap, strides_agree
 from dicp.schedule.traced import (
     is_reindexed,
     is_strided,
@@ -287,7 +288,7 @@ class Lowering(DefinitionBuilder):
             return value
         value = self.memo(value, node)
         if result in self.readers.shared:  # AOTAutograd makes the results anew from where they lie in it
-            return self.named(value, result)
+            return self.named(value, result, self._as_traced(result))
         if is_reindexed(node):
             return value
         idx = self.index_vars(value.shape)
@@ -306,6 +307,15 @@ class Lowering(DefinitionBuilder):
         if self.readers.want_buffer(result, expr, once, uses, self.out.buffers):
             return broadcast(self.named(once, result), value.shape)
         return value
+
+    def _as_traced(self, node: fx.Node) -> Shape | None:
+        """The strides that a tensor was traced with, where none that are dense equal them: views that are
+        returned beside it are views of memory with those."""
+        val = node.meta["val"]
+        if LAYOUT_KEY in node.meta or not no_overlap(val):
+            return None
+        shape, traced = self.sizes(val.shape), self.sizes(val.stride())
+        return None if strides_agree(self.strides_of(shape, node), traced, shape) else traced
 
     def _once(self, value: Value, idx: Indices, expr: ex.Expr) -> Value:
         """The value along the dims on which its element depends, the others being of size 1."""

@@ -249,6 +249,20 @@ RESULTS = {
         lambda x: ((y := x * 2).tensor_split(2, 1)[1], torch.view_as_real(y).sub_(1), y),
         c(4, 6),
     ),
+    # the result lies as the input does, which is not dense
+    "result_with_gaps_and_its_view": (
+        lambda x: ((y := x[..., ::2].diagonal_scatter(x[..., ::2].diagonal())), y.flatten(0, 1)),
+        r(5, 4, 6),
+    ),
+    "views_of_result_with_gaps": (
+        lambda x: ((y := x[..., ::2].diagonal_scatter(x[..., ::2].diagonal())).flatten(0, 1), y.mT),
+        r(5, 4, 6),
+    ),
+    # strides that are the larger of one and a number that may be zero
+    "result_of_sizes_given_and_its_transpose": (
+        lambda x, n, m: ((y := x.as_strided((n, m), (1, 1)) + 1).mT, y),
+        r(31, 3), 2, 2,
+    ),
 }
 
 
@@ -274,6 +288,7 @@ FRESH = {
     "library_result_and_clone": lambda x: ((y := x @ x.t()), y.clone()),
     "two_clones": lambda x: (x.exp().clone(), x.exp().clone()),
     "constants": lambda x: (torch.ones(3), torch.ones(3)),
+    "shuffle_of_one_group": lambda x: torch.nn.functional.channel_shuffle(x[None], 1),
 }
 
 
