@@ -96,8 +96,8 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
 
 
 def unshared(op: OpOverload, fn: Decomposition) -> Decomposition:
-    """torch's, for an op whose results are new tensors: where its parts are views, and copies of what lies as it
-    is asked to, they give the operand itself, which a write to the result then changes."""
+    """torch's, for an op whose results are new tensors: where its parts are views, and copies of what lies
+    as it is asked to, they give the operand itself, which a write to the result then changes."""
     if any(r.alias_info is not None for r in op._schema.returns):
         return fn
 
