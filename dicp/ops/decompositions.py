@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dicp import compat
@@ -82,6 +83,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
     aten = torch.ops.aten
     out: dict[OpOverload, Decomposition] = {
         aten.addbmm.default: addbmm,
+        aten.channel_shuffle.default: unshared(aten.channel_shuffle.default, channel_shuffle),
         aten.grid_sampler_2d.default: grid_sampler,
         aten.masked_scatter.default: masked_scatter,
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
@@ -121,6 +123,12 @@ def shuffled(op: OpOverload) -> Decomposition:
         return y if x.device.type == "cpu" else y.contiguous()
 
     return decomposed
+
+
+def channel_shuffle(x: Any, groups: int) -> Any:
+    """torch's, as eager's kernel for the CPU lays it out: it keeps the order of channels-last images."""
+    y: Any = compat.torch_decompositions()[torch.ops.aten.channel_shuffle.default](x, groups)
+    return y.contiguous(memory_format=suggest_memory_format(x)) if x.device.type == "cpu" else y
 
 
 def of_elements_apart(op: OpOverload) -> Decomposition:

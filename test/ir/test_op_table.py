@@ -542,3 +542,14 @@ def test_only_the_cpu_shuffles_pixels_in_order(name: str) -> None:
     anywhere = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
     assert parts(x, 2).stride() == op(x, 2).stride()
     assert parts(x.to("meta"), 2).stride() == op._op_dk(anywhere, x, 2).stride() != op(x, 2).stride()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_shuffled_channels_lie_as_eagers(groups: int) -> None:
+    """New memory, of an order that is the operand's where that is one of images."""
+    op = torch.ops.aten.channel_shuffle.default
+    x = torch.randn(2, 8, 3, 5)
+    for x in (x, x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3)):
+        found, eager = decomposition_table()[op](x, groups), op(x, groups)
+        assert torch.equal(found, eager) and found.stride() == eager.stride()
+        assert found.data_ptr() != x.data_ptr()
