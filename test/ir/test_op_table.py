@@ -548,8 +548,8 @@ def test_only_the_cpu_shuffles_pixels_in_order(name: str) -> None:
 def test_shuffled_channels_lie_as_eagers(groups: int) -> None:
     """New memory, of an order that is the operand's where that is one of images."""
     op = torch.ops.aten.channel_shuffle.default
-    x = torch.randn(2, 8, 3, 5)
-    for x in (x, x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3)):
+    images = torch.randn(2, 8, 3, 5)
+    for x in (images, images.contiguous(memory_format=torch.channels_last), images.mT):
         found, eager = decomposition_table()[op](x, groups), op(x, groups)
         assert torch.equal(found, eager) and found.stride() == eager.stride()
         assert found.data_ptr() != x.data_ptr()
