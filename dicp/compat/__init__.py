@@ -190,6 +190,13 @@ def tensor_handle(t: torch.Tensor) -> int:
     return pointer(capsule, None)  # type: ignore[no-any-return]
 
 
+def memory_format(x: torch.Tensor) -> torch.memory_format:
+    """What ATen's kernels take strides for: channels-last where they are those of images or of volumes."""
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(x)
+
+
 def torch_decompositions() -> dict[object, Callable[..., object]]:
     """A copy of torch's own decompositions: the core set, and every other one that is registered."""
     from torch._decomp import decomposition_table

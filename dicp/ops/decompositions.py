@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dicp import compat
@@ -128,7 +127,7 @@ def shuffled(op: OpOverload) -> Decomposition:
 def channel_shuffle(x: Any, groups: int) -> Any:
     """torch's, as eager's kernel for the CPU lays it out: it keeps the order of channels-last images."""
     y: Any = compat.torch_decompositions()[torch.ops.aten.channel_shuffle.default](x, groups)
-    return y.contiguous(memory_format=suggest_memory_format(x)) if x.device.type == "cpu" else y
+    return y.contiguous(memory_format=compat.memory_format(x)) if x.device.type == "cpu" else y
 
 
 def of_elements_apart(op: OpOverload) -> Decomposition:
