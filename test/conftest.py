@@ -27,13 +27,15 @@ def position(item: pytest.Function, names: str | Sequence[str], values: Iterable
 
 def left_to_long_runs(item: pytest.Item) -> bool:
     """Whether CI leaves out this case of a test that is marked one_in(n). It runs those whose parameters' positions
-    add up to a multiple of n: of parameters of n values and more each pair of values is there, which no choice of
-    every n-th case gives."""
+    add up to a multiple of n, so that each value of a parameter is there where the others' positions leave all
+    remainders, and each pair of values where those of a third do. Every n-th case would leave out values."""
     mark = item.get_closest_marker("one_in")
     if mark is None:
         return False
     assert isinstance(item, pytest.Function)
-    return sum(position(item, *m.args) for m in item.iter_markers("parametrize")) % int(mark.args[0]) != 0
+    positions = [position(item, *m.args) for m in item.iter_markers("parametrize")]
+    assert len(positions) > 1, f"{item.name}: of one list of parameters, one_in(n) would run every n-th alone"
+    return sum(positions) % int(mark.args[0]) != 0
 
 
 # First of all hooks: `-m` selects by what is marked here.
@@ -49,8 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays: to walk through it again and again took collections of garbage a
-    tenth of the tests' time."""
+    """What is there before the first test stays: garbage collections need not walk through it."""
     import torch._dynamo  # noqa: F401
 
     gc.collect()

@@ -62,7 +62,7 @@ def decomposition_table(
         else:
             wanted = not kernels and (op in core or op in own)
         if wanted:
-            out[op] = fn if op in own else unshared(op, fn)
+            out[op] = unshared(op, fn)
     return out | _of_some_uses(out) if kernels else out
 
 
@@ -82,7 +82,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
     aten = torch.ops.aten
     out: dict[OpOverload, Decomposition] = {
         aten.addbmm.default: addbmm,
-        aten.channel_shuffle.default: unshared(aten.channel_shuffle.default, channel_shuffle),
+        aten.channel_shuffle.default: channel_shuffle,
         aten.grid_sampler_2d.default: grid_sampler,
         aten.masked_scatter.default: masked_scatter,
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
@@ -97,21 +97,20 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
 
 
 def unshared(op: OpOverload, fn: Decomposition) -> Decomposition:
-    """torch's, for an op whose results are new tensors: where its parts are views, and copies of what lies
+    """The same, for an op whose results are new tensors: where its parts are views, and copies of what lies
     as it is asked to, they give the operand itself, which a write to the result then changes."""
     if any(r.alias_info is not None for r in op._schema.returns):
         return fn
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        taken = {_memory(a) for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
-        copied = lambda t: t.clone() if _memory(t) in taken else t  # noqa: E731
-        return tree_map_only(torch.Tensor, copied, fn(*args, **kwargs))
+        operands = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+
+        def own(t: torch.Tensor) -> torch.Tensor:
+            return t.clone() if any(compat.shares_memory(t, a) for a in operands) else t
+
+        return tree_map_only(torch.Tensor, own, fn(*args, **kwargs))
 
     return decomposed
-
-
-def _memory(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 def shuffled(op: OpOverload) -> Decomposition:
