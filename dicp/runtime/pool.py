@@ -131,10 +131,21 @@ class Pool:
         return window(torch.frombuffer(piece, dtype=dtype), shape, strides, 0)
 
     def _take(self, nbytes: int) -> memoryview | None:
+        size = -(-nbytes // _LINE) * _LINE
+        start = self._collect(size)
+        if start is None:
+            start = self._place(size)
+        if start is None:
+            return None
+        piece = self._memory[start : start + nbytes]
+        held = self._held[start] = _Held(piece, self._drop)
+        held.start, held.end, held.era = start, start + size, self._era
+        return piece
+
+    def _place(self, size: int) -> int | None:
+        """Where so many bytes are, which nobody holds."""
         if self._limit is None:
             self._limit = _memory_to_use()
-        self._collect()
-        size = -(-nbytes // _LINE) * _LINE
         if self._spans.held + size > self._limit or not self._reserved():
             return None
         before = self._spans.paged
@@ -144,12 +155,9 @@ class Pool:
         at_peak = 2 * self._spans.held > self._most
         if self._spans.paged > before and at_peak and self._idle is not None:
             self._idle.give_back(size)
-        piece = self._memory[start : start + nbytes]
-        held = self._held[start] = _Held(piece, self._drop)
-        held.start, held.end, held.era = start, start + size, self._era
         self._most = max(self._most, self._spans.held)
         self._cool(self._spans.paged - self._most - self._most // SLACK)
-        return piece
+        return start
 
     def _reserved(self) -> bool:
         """Whether there are addresses: twice as many as bytes, so that holes between pieces do not matter."""
@@ -168,12 +176,20 @@ class Pool:
         del self._held[held.start]
         self._dropped.append(held)
 
-    def _collect(self) -> None:
+    def _collect(self, size: int = 0) -> int | None:
+        """Make free what was dropped, but for the last piece of just so many bytes, which is taken again: the
+        start of that. A result that each call makes and its caller drops costs no search so, and its lines
+        are in the caches yet."""
+        again = None
         while self._dropped:
-            held = self._dropped.popleft()
+            held = self._dropped.pop()
+            if again is None and held.end - held.start == size and held.era == self._era:
+                again = held.start
+                continue
             self._spans.give(held.start, held.end, warm=held.era == self._era)
             if held.era != self._era:
                 self._advise(Span(held.start, held.end, False), _GONE)
+        return again
 
     def _cool(self, nbytes: int) -> None:
         """Give so many warm bytes back to the system."""
