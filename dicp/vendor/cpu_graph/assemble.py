@@ -18,6 +18,7 @@ from dicp.schedule.kernels import Launch
 from dicp.schedule.memory import MemoryPlan
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Build, Library, Unit
+from dicp.vendor.cpu_graph.idioms import shortened
 from dicp.vendor.cpu_graph.launching import bind, get_launcher
 from dicp.vendor.cpu_graph.outlining import Emitted, outline
 from dicp.vendor.cpu_graph.saved import save
@@ -94,7 +95,7 @@ def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
         segments = [Unit(f"{program.name}_segments", source, lines, effort="none")]
     build: Build = program.begun
     build.submit([*templates.values(), *segments])  # while kernels are written
-    units = [*templates.values(), *kernel_units(program, names, toolchain.lanes(config)), *segments]
+    units = [*templates.values(), *kernel_units(program, names, config), *segments]
     program.sources = {f"{u.name}.cpp": u.source for u in units}
     library = build.finish(units)
     natives = {step.number: _native(writer, library, program, units[-1], config) for step, writer in writers}
@@ -107,14 +108,16 @@ def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
     return call
 
 
-def kernel_units(program: Program, names: Mapping[str, str], lanes: int) -> list[Unit]:
+def kernel_units(program: Program, names: Mapping[str, str], config: Config) -> list[Unit]:
     """The translation units; equal kernels are emitted once."""
+    lanes = toolchain.lanes(config)
+    prepared = (lambda kernel: kernel) if config.numerics == "eager" else shortened
     distinct: dict[str, Launch] = {}
     for launch in program.launches:
         distinct.setdefault(launch.kernel.digest, launch)
     texts = outline(
         [
-            Emitted(names[d], codegen.emit(launch.kernel, names[d], lanes), launch.kernel.origins)
+            Emitted(names[d], codegen.emit(prepared(launch.kernel), names[d], lanes), launch.kernel.origins)
             for d, launch in distinct.items()
         ]
     )

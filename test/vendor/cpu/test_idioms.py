@@ -1,0 +1,74 @@
+"""Combinations of operations that kernels compute in a shorter way: which are found, and how exact they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lowered import compiled
+from torch import Tensor
+
+from dicp.config import Config
+from dicp.vendor.cpu_graph.assemble import kernel_units
+
+FAR = [0.0, -0.0, 1e-30, -1e-30, 30.0, -30.0, 3e5, -3e5, 1e30, -1e30, math.inf, -math.inf, math.nan]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def source(f: Callable[[Tensor], Tensor], numerics: Literal["fast", "eager"] = "fast") -> str:
+    """The C++ of a function's kernels."""
+    program = compiled(f, (40,), numerics=numerics)
+    units = kernel_units(program, program.kernel_names(), Config(numerics=numerics))
+    return "\n".join(unit.source for unit in units)
+
+
+@pytest.mark.parametrize("word", ["erf", "tanh"])
+def test_one_and_an_odd_function(word: str) -> None:
+    odd = getattr(torch, word)
+    short = f"one_plus_{word}("
+    assert short in source(lambda x: 1 + odd(x)) and short in source(lambda x: odd(x * 3) + 1.0)
+    assert short not in source(lambda x: 2 + odd(x)) and short not in source(lambda x: 1 - odd(x))
+    assert short not in source(lambda x: 1 + odd(x), "eager")
+
+
+@pytest.mark.parametrize(
+    ("f", "most"),
+    [(lambda x: 1 + torch.erf(x), 4e-7), (lambda x: 1 + torch.tanh(x), 2e-7)],
+    ids=["erf", "tanh"],
+)
+def test_error_from_end_to_end(f: Callable[[Tensor], Tensor], most: float) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 200_001), torch.randn(10_001), torch.tensor(FAR)])
+    error = (torch.compile(f, backend="dicp_cpu")(x).double() - f(x.double())).abs()
+    assert error[~x.isnan()].max() <= most and error[x.isnan()].isnan().all()
+
+
+@pytest.mark.parametrize(("approximate", "most"), [("none", 2.3e-7), ("tanh", 1.5e-7)])
+def test_gelu_is_exact(approximate: str, most: float) -> None:
+    """To two units in the last place of x, or of 1 near 0; far from 0 wholly."""
+
+    def gelu(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=approximate)
+
+    x, far = torch.linspace(-6, 6, 300_001), torch.tensor(FAR)
+    error = (torch.compile(gelu, backend="dicp_cpu")(x).double() - gelu(x.double())).abs()
+    assert (error / x.double().abs().clamp_min(1)).max() <= most
+    torch.testing.assert_close(torch.compile(gelu, backend="dicp_cpu")(far), gelu(far), equal_nan=True,
+                               rtol=2e-7, atol=0)
+
+
+def test_a_number_alone() -> None:
+    """What does not differ between the lanes of a vector is a float."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return y * (1 + torch.erf(x.sum())) * (1 + torch.tanh(x.sum()))
+
+    x, y = torch.randn(3), torch.randn(100)
+    torch.testing.assert_close(torch.compile(f, backend="dicp_cpu")(x, y), f(x, y))
