@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Literal
 
@@ -24,10 +25,10 @@ def _fresh() -> None:
 
 
 def source(f: Callable[[Tensor], Tensor], numerics: Literal["fast", "eager"] = "fast") -> str:
-    """The C++ of a function's kernels."""
+    """The C++ of a function's kernels, without comments: they quote the lines of this file."""
     program = compiled(f, (40,), numerics=numerics)
     units = kernel_units(program, program.kernel_names(), Config(numerics=numerics))
-    return "\n".join(unit.source for unit in units)
+    return re.sub("//.*", "", "\n".join(unit.source for unit in units))
 
 
 @pytest.mark.parametrize("word", ["erf", "tanh"])
@@ -72,3 +73,25 @@ def test_a_number_alone() -> None:
 
     x, y = torch.randn(3), torch.randn(100)
     torch.testing.assert_close(torch.compile(f, backend="dicp_cpu")(x, y), f(x, y))
+
+
+def test_softmax() -> None:
+    assert "exp_normal(" in source(lambda x: x.softmax(0))
+    assert "exp_normal(" not in source(lambda x: x.softmax(0), "eager")
+    assert "exp_normal(" not in source(lambda x: torch.exp(x - x.sum()))
+
+
+def test_parts_of_a_softmax() -> None:
+    """Of rows whose parts underflow, or are masked; NaN where eager has it."""
+    x = torch.randn(6, 300) * 30
+    x[0, :299], x[1, 5], x[2, :], x[3, 7], x[4, ::2] = -math.inf, math.nan, -math.inf, math.inf, -2e38
+    x[5, 0], x[5, 1:] = 0.0, torch.linspace(-110, -80, 299)
+    found = torch.compile(lambda x: x.softmax(-1), backend="dicp_cpu")(x)
+    torch.testing.assert_close(found, x.softmax(-1), rtol=1e-6, atol=2**-126, equal_nan=True)
+
+
+@pytest.mark.parametrize("f", [torch.sigmoid, F.silu], ids=["sigmoid", "silu"])
+def test_sigmoid_from_end_to_end(f: Callable[[Tensor], Tensor]) -> None:
+    x = torch.cat([torch.linspace(-120, 120, 20_001), torch.tensor(FAR)])
+    found = torch.compile(lambda x: f(x), backend="dicp_cpu")(x)
+    torch.testing.assert_close(found, f(x), rtol=4e-7, atol=2**-120, equal_nan=True)

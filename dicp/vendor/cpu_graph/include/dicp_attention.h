@@ -99,7 +99,7 @@ template <class P, class T, class M> struct AttentionTile {
     const float bias = now == NEVER ? 0.0f : now;  // all masked so far: every weight is 0
     vf32 total = splat<vf32>(0.0f);
     each_part(valid, [&](int64_t c, auto lanes) {
-      const vf32 x = exp(load(s + c, lanes) - bias);
+      const vf32 x = exp_normal(load(s + c, lanes) - bias);
       store(w + c, x, lanes);
       total = total + blend(lanes, x, 0.0f);
     });

@@ -106,7 +106,7 @@ template <class T, class M> struct AttentionGradientTile {
           const int64_t at = (r0 + r) * queries + c, key = k0 + r0 + r;
           vf32 s = load(scores + at, lanes) * scale;
           if (mask) s = s + masked(mask, first + c, key, lanes);
-          vf32 p = blend(lanes, exp(s - bias), 0.0f);
+          vf32 p = blend(lanes, exp_normal(s - bias), 0.0f);
           if (crossed) p = where(ge(iota32((int32_t)(first + c)), (int32_t)key), p, 0.0f);
           d[r] = blend(lanes, p * (load(slopes + at, lanes) - mean) * scale, 0.0f);
           store(weights + at, p, Full());

@@ -20,7 +20,7 @@ inline Total soften(float* s, int64_t n, int64_t valid, float scale, const M* ma
   });
   const float top = hmax(most), bias = top == NEVER ? 0.0f : top;
   each_part(valid, [&](int64_t c, auto lanes) INLINE {
-    const vf32 x = exp(load(s + c, lanes) - bias);
+    const vf32 x = exp_normal(load(s + c, lanes) - bias);
     store(s + c, x, lanes);
     total = total + blend(lanes, x, 0.0f);
   });

@@ -32,7 +32,7 @@ template <Activation act> DICP_INLINE vf32 activate(vf32 x, Limits by) {
   if constexpr (act == LIMITED) return limited(x, by);
   else if constexpr (act == SIGMOID) return sigmoid(x);
   else if constexpr (act == TANH) return tanh(x);
-  else if constexpr (act == SILU) return x / (1.0f + exp(-x));
+  else if constexpr (act == SILU) return x / (1.0f + exp_normal(-x));
   else if constexpr (act == GELU) return 0.5f * x * one_plus_erf(x * 0.70710678f);
   else return 0.5f * x * one_plus_tanh(0.79788456f * (x + 0.044715f * x * x * x));
 }
