@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from dicp.ir import index as ix
-from dicp.ir.expr import EXPENSIVE, Expr
+from dicp.ir.expr import Expr
 from dicp.ir.kernel import Reduce, Scan, identity
 from dicp.vendor.cpu_graph.expression import SCALAR, VECTOR, ExpressionWriter, Scope, index_text, literal
+from dicp.vendor.cpu_graph.idioms import EXPENSIVE
 from dicp.vendor.cpu_graph.loops import Shape
 
 COLUMN_UNROLL = 4  # vectors of results one core accumulates at a time: whole cache lines per row
-ROW_UNROLL = 4  # vectors of a row added up apart: an addition waits for the one before it
+ROW_UNROLL = 4  # vectors of a row reduced apart: an addition, or a comparison, waits for the one before it
 LONG_SUM = 32  # additions per lane above which a float sum is taken in parts: equal terms err all one way
 
 
@@ -152,10 +153,10 @@ class Accumulators:
         position = ix.linearize([ix.of(a.var) for a in axes], [a.size for a in axes])
         return index_text(position, lambda a: a.key)
 
-    def adds_apart(self, s: Reduce) -> bool:
-        """Whether parts of a row are worth adding up apart: of a long sum that little is computed for."""
-        is_sum = s.kind == "sum" and s.value.dtype.is_floating_point and self._long()
-        return is_sum and not any(e.op in EXPENSIVE for e in s.expressions)
+    def runs_apart(self, s: Reduce) -> bool:
+        """Whether parts of a row are worth reducing apart: of a long one that little is computed for."""
+        waits = s.kind in ("sum", "max", "min") and s.value.dtype.is_floating_point and self._long()
+        return waits and not any(e.op in EXPENSIVE for e in s.expressions)
 
     def row_result(self, s: Reduce, outer: Scope, apart: bool = False) -> None:
         """Name the result of a row reduction: one scalar. apart: of ROW_UNROLL accumulators."""
@@ -172,6 +173,8 @@ class Accumulators:
             return
         if s.kind == "sum" and s.value.dtype.is_floating_point and self._long():
             name = f"together({name})" if apart else f"{name}.result()"
+        elif apart:
+            name = f"{'largest' if s.kind == 'max' else 'smallest'}({name})"
         word = {"sum": "hsum", "prod": "hprod", "max": "hmax", "min": "hmin", "any": "hany", "all": "hall"}[
             s.kind
         ]

@@ -20,6 +20,7 @@ from dicp.ir.phases import is_full, phases
 from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, ROW_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.axis_splitting import split_axes
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
+from dicp.vendor.cpu_graph.idioms import EXPENSIVE
 from dicp.vendor.cpu_graph.index_set_splitting import split_ranges
 from dicp.vendor.cpu_graph.interleaving import are_pairs, split_pairs
 from dicp.vendor.cpu_graph.loops import (
@@ -317,7 +318,7 @@ class _KernelWriter:
         provides = self.inner_vars | self.scan_refs
         if full:
             inside = Scope(outer, lanes=lanes, provides=frozenset(provides))
-            apart = self._adds_apart(full)
+            apart = self._runs_apart(full)
             for s in full:
                 if isinstance(s, Reduce):
                     self.accumulators.add(s, inside, outer.lines, slot="[u]" if apart else "")
@@ -339,12 +340,12 @@ class _KernelWriter:
                 self.written.add(k)
                 self._stores([s], outer)
 
-    def _adds_apart(self, full: list[Statement]) -> bool:
-        """Whether a phase is nothing but sums along rows of whole vectors, several at a time."""
+    def _runs_apart(self, full: list[Statement]) -> bool:
+        """Whether a phase is nothing but sums and extremes along rows of whole vectors, several at a time."""
         along = self.shape.inner[-1].size
         if self.vector_var is None or not isinstance(along, int) or along % (ROW_UNROLL * self.lanes):
             return False
-        return all(isinstance(s, Reduce) and self.accumulators.adds_apart(s) for s in full)
+        return all(isinstance(s, Reduce) and self.accumulators.runs_apart(s) for s in full)
 
     def _inner_loops(self, lines: list[str], apart: bool = False) -> list[str]:
         """The loops over the reduced (or serial) axes around one phase's body."""
@@ -391,7 +392,7 @@ class _KernelWriter:
     def _dear(self, e: Expr) -> bool:
         nodes = ex.walk(e)
         return e.dtype != torch.bool and (
-            any(n.op in ex.EXPENSIVE for n in nodes) or sum(n.op == "load" for n in nodes) > 2
+            any(n.op in EXPENSIVE for n in nodes) or sum(n.op == "load" for n in nodes) > 2
         )
 
     def _keep(self, values: list[Expr], scope: Scope) -> None:

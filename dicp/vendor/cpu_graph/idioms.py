@@ -20,6 +20,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.kernel import Kernel, Reduce, rewrite_body
 
 PLUS_ONE = {"erf": "one_plus_erf", "tanh": "one_plus_tanh"}
+EXPENSIVE = ex.EXPENSIVE | {"exp_normal", *PLUS_ONE.values()}
 
 
 def shortened(kernel: Kernel) -> Kernel:

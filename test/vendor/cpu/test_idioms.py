@@ -24,9 +24,11 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-def source(f: Callable[[Tensor], Tensor], numerics: Literal["fast", "eager"] = "fast") -> str:
+def source(
+    f: Callable[[Tensor], Tensor], numerics: Literal["fast", "eager"] = "fast", shape: tuple[int, ...] = (40,)
+) -> str:
     """The C++ of a function's kernels, without comments: they quote the lines of this file."""
-    program = compiled(f, (40,), numerics=numerics)
+    program = compiled(f, shape, numerics=numerics)
     units = kernel_units(program, program.kernel_names(), Config(numerics=numerics))
     return re.sub("//.*", "", "\n".join(unit.source for unit in units))
 
@@ -95,3 +97,18 @@ def test_sigmoid_from_end_to_end(f: Callable[[Tensor], Tensor]) -> None:
     x = torch.cat([torch.linspace(-120, 120, 20_001), torch.tensor(FAR)])
     found = torch.compile(lambda x: f(x), backend="dicp_cpu")(x)
     torch.testing.assert_close(found, f(x), rtol=4e-7, atol=2**-120, equal_nan=True)
+
+
+def test_what_costs_much_is_kept_between_the_passes_of_a_row() -> None:
+    """And the maximum of a long row is taken in parts, since a comparison waits for the one before it."""
+    code = source(lambda x: x.softmax(-1), shape=(2, 4096))
+    assert code.count("exp_normal(") == 1 and "largest(" in code
+
+
+@pytest.mark.parametrize("word", ["amax", "amin", "sum"])
+def test_extremes_of_long_rows(word: str) -> None:
+    x = torch.randn(7, 4096)
+    x[2, 4095], x[3, 77], x[4, 0] = math.nan, math.inf, -math.inf
+    f = getattr(torch, word)
+    found = torch.compile(lambda x: f(x, -1), backend="dicp_cpu")(x)
+    torch.testing.assert_close(found, f(x, -1), equal_nan=True)

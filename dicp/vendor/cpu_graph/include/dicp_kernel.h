@@ -98,6 +98,17 @@ template <class V, int N> DICP_INLINE V together(const LongSum<V> (&parts)[N]) {
   return sum;
 }
 
+template <class V, int N> DICP_INLINE V largest(const V (&parts)[N]) {
+  V most = parts[0];
+  for (int u = 1; u < N; ++u) most = maximum(most, parts[u]);
+  return most;
+}
+template <class V, int N> DICP_INLINE V smallest(const V (&parts)[N]) {
+  V least = parts[0];
+  for (int u = 1; u < N; ++u) least = minimum(least, parts[u]);
+  return least;
+}
+
 // Mean and sum of squared deviations of floats, from their sum and sum of squares in double: the square of a float is
 // exact there, so the subtraction loses no more than the mean's share of 1e-16. As eager, which accumulates in double.
 template <class V> struct Moments {
