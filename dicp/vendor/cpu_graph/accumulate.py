@@ -11,7 +11,7 @@ from dicp.vendor.cpu_graph.expression import SCALAR, VECTOR, ExpressionWriter, S
 from dicp.vendor.cpu_graph.idioms import EXPENSIVE
 from dicp.vendor.cpu_graph.loops import Shape
 
-COLUMN_UNROLL = 4  # vectors of results one core accumulates at a time: whole cache lines per row
+COLUMN_FLOATS = (64, 32)  # columns of results one core accumulates at a time: whole cache lines per row
 ROW_UNROLL = 4  # vectors of a row reduced apart: an addition, or a comparison, waits for the one before it
 LONG_SUM = 32  # additions per lane above which a float sum is taken in parts: equal terms err all one way
 
@@ -22,6 +22,7 @@ class Accumulators:
     def __init__(self, shape: Shape, writer: ExpressionWriter, lanes: int) -> None:
         self.shape, self.writer, self.lanes = shape, writer, lanes
         self.vectors = shape.vector is not None
+        self.at_once = 1  # vectors of columns
 
     def add(self, s: Reduce, scope: Scope, before: list[str], slot: str = "") -> None:
         """Declare the accumulator in `before` and add this point's value to it."""
@@ -30,7 +31,7 @@ class Accumulators:
         name = self._acc(s)
         value = self.writer.vector(s.value, scope) if vectors else self.writer.write(s.value, scope)
         rows = self.shape.kind == "rows"
-        array = f"[{ROW_UNROLL if rows else COLUMN_UNROLL}]" if slot else ""
+        array = f"[{ROW_UNROLL if rows else self.at_once}]" if slot else ""
         acc = name + slot
 
         def init(text: str) -> str:
@@ -243,8 +244,10 @@ class Accumulators:
         scope.lines.append(f"const {index} {at} = acc_{at};")
         self.writer.refs[best], self.writer.refs[at] = (best, vectors), (at, vectors)
 
-    def column_result(self, s: Reduce, scope: Scope, slot: str) -> None:
-        """Name the result of a column reduction: one vector."""
+    def column_result(
+        self, s: Reduce, scope: Scope, slot: str = "", before: list[str] | None = None
+    ) -> None:
+        """Name the result of a column reduction: one vector, or (slot) one of several, declared `before`."""
         acc = self._acc(s) + slot
         kind = VECTOR[s.value.dtype]
         if s.kind == "welford":
@@ -256,5 +259,8 @@ class Accumulators:
         else:
             parts = [acc]
         for ref, text in zip(s.refs, parts, strict=True):
-            scope.lines.append(f"const {kind} {ref} = {text};" + (f"  // {s.note}" if s.note else ""))
-            self.writer.refs[ref] = (ref, True)
+            note = f"  // {s.note}" if s.note else ""
+            if before is not None:
+                before.append(f"{kind} {ref}[{self.at_once}];")
+            scope.lines.append(f"{f'{ref}{slot}' if slot else f'const {kind} {ref}'} = {text};{note}")
+            self.writer.refs[ref] = (ref + slot, True)

@@ -17,7 +17,7 @@ from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.ir.phases import is_full, phases
-from dicp.vendor.cpu_graph.accumulate import COLUMN_UNROLL, ROW_UNROLL, Accumulators
+from dicp.vendor.cpu_graph.accumulate import COLUMN_FLOATS, ROW_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.axis_splitting import split_axes
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, VECTOR, ExpressionWriter, Scope
 from dicp.vendor.cpu_graph.idioms import EXPENSIVE
@@ -51,6 +51,7 @@ from dicp.vendor.cpu_graph.transposed_loads import (
 Pending = tuple[Store, str, str, str]
 """A store, how it reaches its place and where that is (`ExpressionWriter.place`), and the value's name."""
 
+MANY_BLOCKS, MANY_ROWS = 16, 64  # of several passes over columns, that threads share and caches lose
 MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
 
 
@@ -410,25 +411,11 @@ class _KernelWriter:
     def _columns(self) -> list[str]:
         assert self.shape.vector is not None
         axis = self.shape.vector
-        reduces = [s for s in self.kernel.body if isinstance(s, Reduce)]
-        simple = (
-            reduces
-            and max(self.phases) <= 1
-            and all(
-                isinstance(s, (Reduce, Store)) and (isinstance(s, Reduce) or not self._is_full(s))
-                for s in self.kernel.body
-            )
-        )
         if all(isinstance(s, Store) and self._is_full(s) for s in self.kernel.body):
             return self._scattered_columns(axis)
-        wide = self.lanes * COLUMN_UNROLL
-        if (
-            simple
-            and isinstance(axis.size, int)
-            and axis.size % wide == 0
-            and max(self.phases[k] for k, s in enumerate(self.kernel.body) if isinstance(s, Reduce)) == 0
-        ):
-            return self._wide_columns(axis, reduces)
+        at_once = self._columns_at_once(axis)
+        if at_once > 1:
+            return self._wide_columns(axis, at_once)
         outer = Scope(lanes="lanes", provides=frozenset({axis.var}))
         for phase in range(max(self.phases, default=0) + 1):
             self._column_phase(phase, outer)
@@ -452,7 +439,7 @@ class _KernelWriter:
         outer.lines += self._inner_loops(inside.lines)
         for s in full:
             if isinstance(s, Reduce):
-                self.accumulators.column_result(s, outer, "")
+                self.accumulators.column_result(s, outer)
 
     def _scattered_columns(self, axis: Axis) -> list[str]:
         """All columns of a run at each step of a scatter: neighbours share cache lines, and the next vector
@@ -469,26 +456,70 @@ class _KernelWriter:
             return around(self.kernel, self.shape.outer, loops)
         return around(self.kernel, self.shape.outer, run_loop(axis, run, block, loops), extra=1)
 
-    def _wide_columns(self, axis: Axis, reduces: list[Reduce]) -> list[str]:
-        """Several vectors of results at a time, so that each row gives up whole neighbouring cache lines."""
-        before: list[str] = []
-        inside = Scope(lanes="lanes", provides=frozenset({axis.var}) | self.inner_vars)
-        for s in reduces:
-            self.accumulators.add(s, inside, before, slot="[u]")
-        loops = self._inner_loops(unrolled(axis, inside.lines, "block", COLUMN_UNROLL))
-        after = Scope(lanes="lanes", provides=frozenset({axis.var}))
-        for s in reduces:
-            self.accumulators.column_result(s, after, "[u]")
-        self._stores([s for s in self.kernel.body if isinstance(s, Store)], after)
-        finish = [
-            f"for (int u = 0; u < {COLUMN_UNROLL}; ++u) {{",
-            *indent([f"const int64_t {axis.var.name} = block + u * LANES;", *after.lines]),
-            "}",
-        ]
-        body = ["constexpr Full lanes;", *before, *loops, *finish]
+    def _columns_at_once(self, axis: Axis) -> int:
+        """Vectors of results to compute at a time, so that each row gives up whole neighbouring cache lines:
+        what remains of a line, and of a page's translation, is gone when the next vector comes."""
+        body, inner = self.kernel.body, self.shape.inner
+        reduces = [k for k, s in enumerate(body) if isinstance(s, Reduce)]
+        size = axis.size
+        if not isinstance(size, int) or not reduces or any(isinstance(s, Scan) for s in body):
+            return 1
+        widths = [n // self.lanes for n in COLUMN_FLOATS if n > self.lanes and size % n == 0]
+        once = all(isinstance(s, Reduce) or not self._is_full(s) for s in body) and max(self.phases) <= 1
+        if once and max(self.phases[k] for k in reduces) == 0:
+            return max(widths, default=1)
+        rows, outer = (ix.product(a.size for a in axes) for axes in (inner, self.shape.outer))
+        if isinstance(rows, int) and rows < MANY_ROWS:
+            return 1
+        if isinstance(outer, int):
+            widths = [w for w in widths if outer * size >= MANY_BLOCKS * w * self.lanes]
+        return max(widths, default=1)
+
+    def _wide_columns(self, axis: Axis, at_once: int) -> list[str]:
+        self.accumulators.at_once = at_once
+        body = ["constexpr Full lanes;"]
+        for phase in range(max(self.phases, default=0) + 1):
+            mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]
+            full = [s for s in mine if self._is_full(s)]
+            each = Scope(lanes="lanes", provides=frozenset({axis.var}))
+            self._stores([s for s in mine if not self._is_full(s)], each)  # results of the phases before
+            for e in self._of_columns(full):
+                name, value = self.writer.fresh("column"), self.writer.vector(e, each)
+                body.append(f"{VECTOR[e.dtype]} {name}[{at_once}];")
+                each.lines.append(f"{name}[u] = {value};")
+                self.writer.replaced[e] = lambda s, name=name: f"{name}[u]"  # type: ignore[misc]
+            body += self._each_vector(axis, each.lines)
+            inside = Scope(lanes="lanes", provides=frozenset({axis.var}) | self.inner_vars)
+            reduces = [s for s in full if isinstance(s, Reduce)]
+            for s in reduces:
+                self.accumulators.add(s, inside, body, slot="[u]")
+            self._stores([s for s in full if isinstance(s, Store)], inside)
+            if full:
+                body += self._inner_loops(self._each_vector(axis, inside.lines))
+            done = Scope(lanes="lanes", provides=frozenset({axis.var}))
+            for s in reduces:
+                self.accumulators.column_result(s, done, "[u]", body)
+            body += self._each_vector(axis, done.lines)
         block = [
-            f"for (int64_t block = 0; block < {axis.size}; block += {COLUMN_UNROLL} * LANES) {{",
+            f"for (int64_t block = 0; block < {axis.size}; block += {at_once} * LANES) {{",
             *indent(body),
             "}",
         ]
         return around(self.kernel, self.shape.outer, block, extra=1)
+
+    def _of_columns(self, full: list[Statement]) -> list[Expr]:
+        """What a phase computes of a column's results alone: once, rather than in every row."""
+        found: dict[Expr, None] = {}
+        pending = [s.value for s in full]
+        while pending:
+            e = pending.pop()
+            if e.op in ("masked", "load", "ref", "const", "index") or e in self.writer.replaced:
+                continue
+            if self.writer.dependence.of(e) & self.inner_vars or e.dtype == torch.bool:
+                pending += ex.children(e)
+            else:
+                found[e] = None
+        return list(found)
+
+    def _each_vector(self, axis: Axis, lines: list[str]) -> list[str]:
+        return unrolled(axis, lines, "block", self.accumulators.at_once) if lines else []
