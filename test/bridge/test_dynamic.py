@@ -191,20 +191,23 @@ def test_symbolic_training() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_training_over_rows_that_a_mask_selects(dynamic: bool) -> None:
-    """Saved values, products and a norm of a size that is read from data."""
+    """Saved values, products and a norm of a size that is read from data: as exact as eager's."""
     torch.manual_seed(0)
     w = r(8, 8).requires_grad_()
 
-    def f(x, mask):
+    def f(x, w, mask):
         rows = F.layer_norm(F.gelu(x[mask] @ w), (8,))
         return (rows.t().contiguous().sin() * 2).sum(1)
 
     x, mask = r(40, 8).requires_grad_(), torch.rand(40) > 0.5
-    found = []
+    exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = torch.autograd.grad(f(exact_x, exact_w, mask).square().sum(), (exact_x, exact_w))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for g in (f, torch.compile(f, backend="dicp_cpu", dynamic=dynamic, fullgraph=True)):
-            found.append(torch.autograd.grad(g(x, mask).square().sum(), (x, w)))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+        errors = [
+            [(a - b).abs().max() for a, b in zip(torch.autograd.grad(g(x, w, mask).square().sum(), (x, w)), exact)]
+            for g in (f, torch.compile(f, backend="dicp_cpu", dynamic=dynamic, fullgraph=True))
+        ]
+    assert all(found <= 2 * eagers for eagers, found in zip(*errors))
 
 
 def test_size_read_from_data() -> None:
