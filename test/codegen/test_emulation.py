@@ -25,7 +25,7 @@ assert toolchain.lanes(Config.make()) == 16
 
 def f(x, n):
     rows = torch.softmax(torch.where(x > 0, x, x.sin()), -1)  # a library function, comparisons, a tail of three
-    return rows, rows.half().double().sqrt(), (n * 3 < n + 40).sum(0), n.to(torch.int16)
+    return rows, x.abs().half().double().sqrt(), (n * 3 < n + 40).sum(0), n.to(torch.int16)
 
 x, n = torch.randn(5, 35), torch.arange(105).reshape(3, 35)
 for got, want in zip(torch.compile(f, backend="dicp_cpu")(x, n), f(x, n), strict=True):
