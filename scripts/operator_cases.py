@@ -134,6 +134,8 @@ def reductions() -> dict[str, Case]:
     found |= {f"{name} columns": Case(lambda x, n=name: getattr(torch, n)(x, 0), within) for name in _SCANS}
     found["softmax rows"] = Case(lambda x: x.softmax(1), rows, True)
     found["softmax columns"] = Case(lambda x: x.softmax(0), rows, True)
+    found["minus the means of columns"] = Case(lambda x: x - x.mean(0), rows, True)
+    found["normalised columns"] = Case(lambda x: (x - x.mean(0)) / x.std(0), rows, True)
     found["log_softmax rows"] = Case(lambda x: x.log_softmax(1), rows, True)
     found["layer_norm"] = Case(lambda x: F.layer_norm(x, (COLUMNS,)), rows, True)
     found["rms_norm"] = Case(lambda x: F.rms_norm(x, (COLUMNS,)), rows, True)

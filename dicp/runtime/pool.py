@@ -17,6 +17,9 @@ Where it takes cold pages while it holds more than half of the most, those that 
 gradients (BERT's step peaks at 38 MB so, else at 144). Not where it holds less: there malloc's are no part of
 a peak, and each step would fault them in anew (a tenth of RegNetY's time).
 
+Of what was dropped since the last call, the newest piece of just the size that is wanted comes before all
+these.
+
 Held and warm bytes together stay within what was held at once and an eighth more, for the holes between
 pieces; beyond, warm pages go back to the system, the highest addresses first. All of them go when a program
 does, and by `dicp.release_memory`, and what is held then when it is dropped. While the forward of a training

@@ -476,6 +476,8 @@ class _KernelWriter:
         return max(widths, default=1)
 
     def _wide_columns(self, axis: Axis, at_once: int) -> list[str]:
+        """One pass over the rows after the other, each for all vectors of a block of columns; what is known
+        of columns is in arrays of `at_once` vectors."""
         self.accumulators.at_once = at_once
         body = ["constexpr Full lanes;"]
         for phase in range(max(self.phases, default=0) + 1):
