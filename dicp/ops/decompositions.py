@@ -7,8 +7,9 @@ only when they are drawn whole. torch's tables are read, never changed.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -49,21 +50,40 @@ def decomposition_table(
     since it becomes kernels, or a library or extern call. exact: products of vectors stay whole, as the calls
     that eager makes.
     """
-    rows, core, own = table(), compat.core_decompositions(), own_decompositions()
+    late = loaded_later()
+    wanted = _of_all_processes(kernels, exact) | _chosen(late, set(late), kernels, exact)
+    out = {op: fn for op, fn in wanted.items() if not keeps(op)}
+    return out | _of_some_uses(out) if kernels else out
+
+
+@functools.cache
+def _of_all_processes(kernels: bool, exact: bool) -> dict[OpOverload, Decomposition]:
+    """Those that no import adds to. Chosen once: out of torch's table of 1,800 this takes longer than to
+    generate a small graph's kernels."""
+    own = own_decompositions()
+    core = compat.core_decompositions() | set(own)
+    return _chosen(compat.torch_decompositions() | own, core, kernels, exact)
+
+
+def _chosen(
+    found: Mapping[Any, Decomposition], core: Container[object], kernels: bool, exact: bool
+) -> dict[OpOverload, Decomposition]:
+    """Those that serve a vendor which keeps nothing. core: ops to take apart unless kernels make them."""
+    rows = table()
     out: dict[OpOverload, Decomposition] = {}
-    for op, fn in (compat.torch_decompositions() | own).items():
-        if not isinstance(op, OpOverload) or keeps(op) or exact and op._opname in OF_VECTORS:
+    for op, fn in found.items():
+        if not isinstance(op, OpOverload) or exact and op._opname in OF_VECTORS:
             continue
         row = rows.get(op)
         if row is None:
-            wanted = op in core or op._opname in EXTRA or op in own
+            wanted = op in core or op._opname in EXTRA
         elif row.rule is None:
             wanted = op._opname in OPENED
         else:
-            wanted = not kernels and (op in core or op in own)
+            wanted = not kernels and op in core
         if wanted:
             out[op] = unshared(op, fn)
-    return out | _of_some_uses(out) if kernels else out
+    return out
 
 
 def _of_some_uses(out: dict[OpOverload, Decomposition]) -> dict[OpOverload, Decomposition]:
@@ -80,7 +100,7 @@ def _of_some_uses(out: dict[OpOverload, Decomposition]) -> dict[OpOverload, Deco
 def own_decompositions() -> dict[OpOverload, Decomposition]:
     """Ops that torch does not take apart, or not as exactly as eager computes them."""
     aten = torch.ops.aten
-    out: dict[OpOverload, Decomposition] = {
+    return {
         aten.addbmm.default: addbmm,
         aten.channel_shuffle.default: channel_shuffle,
         aten.grid_sampler_2d.default: grid_sampler,
@@ -88,9 +108,13 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
         **{op: shuffled(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
-        **quantized.decompositions(),
         **foreach.decompositions(),
     }
+
+
+def loaded_later() -> dict[OpOverload, Decomposition]:
+    """Of ops that this process has if an import has defined them, at whatever time."""
+    out: dict[OpOverload, Decomposition] = dict(quantized.decompositions())
     if hasattr(torch.ops.prims, "fma"):  # Inductor's, which Dynamo loads where it writes one
         out[torch.ops.prims.fma.default] = lambda a, b, c: a * b + c
     return out

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dicp.ir.expr import index_value
 from dicp.ir.value import Value
+from dicp.ops import quantized
 from dicp.ops.decompositions import OPENED, PRODUCTS, decomposition_table
 from dicp.ops.reference import Reference, run
 from dicp.ops.table import Declined, Row, table
@@ -403,6 +404,12 @@ class TestTable:
         of_some_uses = {*PRODUCTS, "median", "nanmedian", "_embedding_bag"}
         assert {op._opname for op in set(given) & set(table())} == OPENED | of_some_uses
         assert aten.native_dropout.default not in given
+
+    def test_ops_that_an_import_defines_later_are_taken_apart_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        late = aten._pad_packed_sequence.default
+        assert late not in decomposition_table()
+        monkeypatch.setattr(quantized, "decompositions", lambda: {late: lambda *args: args})
+        assert late in decomposition_table()
 
     def test_a_product_with_more_to_it_opens_unless_the_vendor_keeps_it(self) -> None:
         assert aten.addmm.default in decomposition_table()
