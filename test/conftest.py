@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 
 LONGEST = ("test_models.py", "test_ops.py", "test_stress.py", "test_harness.py", "test_aten_calls.py")
 
@@ -50,12 +52,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> None:
+    """What a test file draws as it is imported is the same in each run, whichever files are run with it."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: garbage collections need not walk through it."""
-    import torch._dynamo  # noqa: F401
-
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """In each run, whichever tests are run with it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

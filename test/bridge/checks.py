@@ -34,16 +34,30 @@ def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tree_map(copy, args)  # type: ignore[no-any-return]
 
 
-def close(actual: Any, expected: Any, what: str = "") -> None:
+def close(actual: Any, expected: Any, what: str = "", exact: Callable[[], Any] | None = None) -> None:
+    """exact: gives float64's values of the results. float32 ones that are not close to eager's, whose rounding
+    depends on the order that the machine's libraries sum in, may be twice as far from those as eager's are."""
     mine, theirs = tensors(actual), tensors(expected)
     assert len(mine) == len(theirs), what
     for k, (a, e) in enumerate(zip(mine, theirs, strict=True)):
         tol = LOW.get(e.dtype, 1e-5) if e.is_floating_point() else 0
-        torch.testing.assert_close(
-            a.detach(), e.detach(), rtol=tol, atol=tol, equal_nan=True, msg=lambda m, k=k: f"{what} {k}: {m}"
-        )
+        try:
+            torch.testing.assert_close(
+                a.detach(), e.detach(), rtol=tol, atol=tol, equal_nan=True, msg=lambda m, k=k: f"{what} {k}: {m}"
+            )
+        except AssertionError:
+            if exact is None or a.dtype != e.dtype or e.dtype != torch.float32:
+                raise
+            error, eagers = (float((t.detach() - tensors(exact())[k]).abs().max()) for t in (a, e))
+            if not error <= 2 * eagers:
+                raise
         assert a.stride() == e.stride(), f"{what} {k}: strides {a.stride()}, eager's {e.stride()}"
         assert a.requires_grad == e.requires_grad, f"{what} {k}: requires_grad"
+
+
+def in_float64(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    widened = lambda t: t.detach().double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+    return tree_map(widened, args)  # type: ignore[no-any-return]
 
 
 def aliasing(results: Any, args: Any) -> list[list[int]]:
@@ -72,7 +86,8 @@ def check(
             mine, theirs = copied(args), copied(args)
             expected = fn(*theirs)
             actual = compiled(*mine)
-            close(actual, expected, f"call {k}, result")
+            exact = lambda: fn(*in_float64(copied(args)))
+            close(actual, expected, f"call {k}, result", exact)
             close(mine, theirs, f"call {k}, argument")
             if aliases:
                 assert aliasing(actual, mine) == aliasing(expected, theirs), f"call {k}: aliasing"

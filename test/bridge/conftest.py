@@ -21,6 +21,5 @@ def clean_environment(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.delenv(name)
     monkeypatch.setenv("DICP_CACHE_DIR", os.environ.get("TEST_CACHE_DIR", str(shared_cache)))
     torch._dynamo.reset()
-    torch.manual_seed(0)
     yield
     torch._dynamo.reset()

@@ -16,6 +16,5 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         monkeypatch.delenv(name)
     monkeypatch.setenv("DICP_CACHE_DIR", str(tmp_path / "cache"))
     torch._dynamo.reset()
-    torch.manual_seed(0)
     yield
     torch._dynamo.reset()

@@ -17,5 +17,4 @@ def cuda_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    torch.manual_seed(0)
     torch._dynamo.reset()
