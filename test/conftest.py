@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
+import torch._dynamo.guards
 
 LONGEST = ("test_models.py", "test_ops.py", "test_stress.py", "test_harness.py", "test_aten_calls.py")
 
@@ -59,10 +59,17 @@ def pytest_make_collect_report(collector: pytest.Collector) -> None:
         torch.manual_seed(0)
 
 
+def pytest_configure() -> None:
+    """Dynamo times the guards of each compile for its logs, on caches that it first empties: 25 ms a compile."""
+    assert torch._dynamo.guards.profile_guard_manager
+    torch._dynamo.guards.profile_guard_manager = lambda *timed: 0.0  # type: ignore[assignment]
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: garbage collections need not walk through it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # compiles make few cycles: a twentieth of the time went into looking for them
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,11 @@ import torch
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    """One of all of a run's processes."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    return shared
 
 
 @pytest.fixture(autouse=True)

@@ -228,7 +228,7 @@ def take_times(trio: Trio, result: Result, got: measure.Thunk, eager: measure.Th
 def take_peaks(trio: Trio, result: Result, got: measure.Thunk, eager: measure.Thunk) -> None:
     """Peak memory of the largest call."""
     growth = measure.peak_growth_on_gpu if trio.device == "cuda" else None
-    result.peak_bytes, result.eager_peak_bytes = measure.peaks([got, eager], growth=growth)
+    result.peak_bytes, result.eager_peak_bytes = measure.peaks([got, eager], trio.rounds, growth)
 
 
 def check_ordinary(trio: Trio, result: Result) -> None:
@@ -286,7 +286,7 @@ def check_generation(trio: Trio, result: Result) -> None:
 
 
 def run_case(name: str, backend: str, dtype: str, dynamic: bool, size: str, rounds: int = 5) -> Result:
-    """One line of the report; an exception is one way to fail. `rounds`: of the timing."""
+    """One line of the report; an exception is one way to fail. `rounds`: of time and memory."""
     result = Result(name, backend, dtype, dynamic, size)
     torch._dynamo.reset()
     gc.collect()

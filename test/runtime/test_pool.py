@@ -33,6 +33,13 @@ N = LARGE // 4
 LIMIT = 64 * LARGE
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Collections walk through what these tests make alone, not through all that others loaded."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
     torch._dynamo.reset()

@@ -195,6 +195,7 @@ def test_values_of_another_depth(depths: tuple[int, int], rows: int, dtype: torc
         close(got, fn(*args), exact)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("of", [torch.int64, torch.uint8, torch.float16, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [16, 40])

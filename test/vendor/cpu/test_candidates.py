@@ -106,7 +106,7 @@ def test_convolutions(kind: str, act: str, channels_last: bool, dtype: torch.dty
         assert every_candidate(torch.ops.dicp.conv.default, x, w, b, r, *how) != set()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factors", [(1, 1), (0.5, 2), (0, 1)])
 @pytest.mark.parametrize("rows", [1, 5, 70])
