@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
     device = "cpu"
 
     opdb.operators()
+    gc.collect()
+    gc.freeze()  # the database stays: collections need not walk through it
     tell({"ready": True})
     for line in sys.stdin:
         job = json.loads(line)

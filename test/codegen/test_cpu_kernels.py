@@ -420,7 +420,7 @@ def unit_of(kernels: list[Emitted]) -> Unit:
 
 @functools.cache
 def addresses(isa: str) -> dict[str, int]:
-    """The address of each kernel of every case that can be traced and emitted, four to a unit, or all that differ
+    """The address of each kernel of every case that can be traced and emitted, 16 to a unit, or all that differ
     in sizes only."""
     config = Config.make(None, {"isa": isa})
     lanes, texts = toolchain.lanes(config), {}
@@ -431,7 +431,7 @@ def addresses(isa: str) -> dict[str, int]:
             continue
         texts.update(found)
     names, shared = list(texts), outline(list(texts.values()))
-    units = [unit_of(shared[k : k + 4]) for k in range(0, len(shared), 4)]
+    units = [unit_of(shared[k : k + 16]) for k in range(0, len(shared), 16)]
     try:
         library = build(units, config)
     except BuildError:
