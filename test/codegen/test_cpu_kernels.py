@@ -61,6 +61,9 @@ def odd(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return x
 
 
+NARROW = (torch.int8, torch.uint8, torch.int16)
+
+
 def below(n: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, n, shape, generator=GENERATOR.manual_seed(n))
 
@@ -237,6 +240,13 @@ CASES: dict[str, Case] = {
     "scan_columns": Case(lambda x: (x.cumsum(0), x.cummin(0), x.logcumsumexp(0)), (rand(13, 41),)),
     "scan_odd_values": Case(lambda x: (x.cummax(1), x.cummin(1)), (odd(5, 33),)),
     "scan_integers": Case(lambda x: (x.cumsum(0), x.cumprod(1)), (rand(5, 21, dtype=torch.int32),)),
+    "scan_narrow": Case(
+        lambda x: tuple(x.cumsum(d, dtype=t).float() for d in (0, 1) for t in NARROW), (below(9, 21, 45),)
+    ),
+    "totals_narrow": Case(
+        lambda x: tuple(x.sum(d, dtype=t).float() + x.prod(d, dtype=t) for d in (0, 1) for t in NARROW),
+        (below(99, 21, 45),),
+    ),
     "scan_then_more": Case(lambda x: x.cumsum(1) * 2 + x, (rand(4, 41),)),
     # operands that lie turned
     "turned": Case(lambda x, y, b: (x.t() * 2 + y) * b.exp(), (odd(83, 70), rand(70, 83), rand(83))),

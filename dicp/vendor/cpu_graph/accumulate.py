@@ -7,7 +7,15 @@ import torch
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Reduce, Scan, identity
-from dicp.vendor.cpu_graph.expression import SCALAR, VECTOR, ExpressionWriter, Scope, index_text, literal
+from dicp.vendor.cpu_graph.expression import (
+    SCALAR,
+    VECTOR,
+    ExpressionWriter,
+    Scope,
+    index_text,
+    literal,
+    wrapped,
+)
 from dicp.vendor.cpu_graph.idioms import EXPENSIVE
 from dicp.vendor.cpu_graph.loops import Shape
 
@@ -181,11 +189,15 @@ class Accumulators:
         ]
         if s.value.dtype == torch.bool:
             word = {"sum": "hany", "prod": "hall", "max": "hany", "min": "hall"}.get(s.kind, word)
-        self._result(s.refs[0], scalar, f"{word}({name})" if vectors else name, outer, s)
+        self._result(s.refs[0], scalar, self._whole(s, f"{word}({name})" if vectors else name), outer, s)
 
     def _result(self, ref: str, kind: str, text: str, scope: Scope, s: Reduce) -> None:
         scope.lines.append(f"const {kind} {ref} = {text};" + (f"  // {s.note}" if s.note else ""))
         self.writer.refs[ref] = (ref, False)
+
+    def _whole(self, s: Reduce | Scan, total: str) -> str:
+        """A total, of a narrow integer dtype, as that dtype holds it: it is accumulated without."""
+        return wrapped(total, s.value.dtype) if s.kind in ("sum", "prod") else total
 
     def _acc(self, s: Reduce) -> str:
         return f"acc_{s.refs[0]}"
@@ -223,7 +235,8 @@ class Accumulators:
             "logsumexp": f"log_add_exp({state}, {operand})",
         }[s.kind]
         scope.lines.append(f"{state} = {step};" + (f"  // {s.note}" if s.note else ""))
-        scope.lines.append(f"const {kind} {s.refs[0]} = {f'cast<{kind}>({state})' if wide else state};")
+        total = f"cast<{kind}>({state})" if wide else self._whole(s, state)
+        scope.lines.append(f"const {kind} {s.refs[0]} = {total};")
         self.writer.refs[s.refs[0]] = (s.refs[0], vectors)
 
     def _scan_position(self, s: Scan, value: str, kind: str, scope: Scope, before: list[str], init) -> None:  # type: ignore[no-untyped-def]
@@ -257,7 +270,7 @@ class Accumulators:
         elif s.kind == "sum" and s.value.dtype.is_floating_point and self._long():
             parts = [f"{acc}.result()"]
         else:
-            parts = [acc]
+            parts = [self._whole(s, acc)]
         for ref, text in zip(s.refs, parts, strict=True):
             note = f"  // {s.note}" if s.note else ""
             if before is not None:

@@ -136,6 +136,11 @@ def _atom_text(a: ix.Atom, names: Callable[[ix.Atom], str]) -> str:
     return names(a)
 
 
+def wrapped(text: str, dtype: torch.dtype) -> str:
+    """A value that may be past what its dtype holds."""
+    return f"wrap<{WRAPPED[dtype]}>({text})" if dtype in WRAPPED else text
+
+
 @dataclass(frozen=True)
 class Mask:
     """The condition under which loads may happen."""
@@ -248,9 +253,7 @@ class ExpressionWriter:
             return f"nonzero({value}, err + {x.args[1]}, {self._active(x, scope, mask)})"
         args = [self.write(a, scope, mask) for a in x.args if isinstance(a, Expr)]
         text = self._call(x, args)
-        if x.dtype in WRAPPED and x.op in WRAPPING:
-            text = f"wrap<{WRAPPED[x.dtype]}>({text})"
-        return text
+        return wrapped(text, x.dtype) if x.op in WRAPPING else text
 
     def _call(self, x: Expr, args: list[str]) -> str:
         kinds = [a.dtype for a in x.args if isinstance(a, Expr)]
