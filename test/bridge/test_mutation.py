@@ -142,6 +142,7 @@ def counters(x, n):
 MUTATIONS = {
     "add_one": (add_one, r(5, 7)),
     "overwrite": (overwrite, r(5, 7), r(5, 7)),
+    "overwrite_by_numbers": (lambda x: (x.copy_(5), x[0].copy_(True), x.t()[2:].copy_(-0.5)), r(5, 7)),
     "overwrite_broadcast": (overwrite, r(5, 7), r(7)),
     "overwrite_other_dtype": (overwrite, r(5, 7).double(), r(5, 7)),
     "swap": (swap, r(40), r(40)),

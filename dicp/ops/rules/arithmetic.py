@@ -10,7 +10,7 @@ import torch
 from dicp.ir.expr import Expr
 from dicp.ir.value import Builder, Value
 from dicp.ops import scalar as s
-from dicp.ops.rules.pointwise import apply_body, bind, broadcast, convert, scalar_expr
+from dicp.ops.rules.pointwise import apply_body, bind, broadcast, constant, convert, scalar_expr
 from dicp.ops.table import Body, Declined, Row, elementwise, row
 
 
@@ -130,8 +130,10 @@ def to_copy(b: Builder, node: torch.fx.Node, x: Value, *args: Any, **kwargs: Any
     return convert(broadcast(x, shape), dtype)
 
 
-def copy(b: Builder, node: torch.fx.Node, x: Value, src: Value, non_blocking: bool = False) -> Value:
-    return convert(broadcast(src, x.shape), x.dtype)
+def copy(b: Builder, node: torch.fx.Node, x: Value, src: Any, non_blocking: bool = False) -> Value:
+    """src: a tensor, or a number."""
+    given = src if isinstance(src, Value) else constant(src, (), x.dtype)
+    return convert(broadcast(given, x.shape), x.dtype)
 
 
 def arithmetic_rows() -> Iterator[Row]:
