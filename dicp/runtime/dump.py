@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dicp.config import Config
+from dicp.errors import OptionError
 from dicp.ir.expr import texts
 from dicp.ir.kernel import show as show_kernel
 from dicp.ir.printer import show as show_graph
@@ -32,7 +34,16 @@ class Dump:
         self.folder = Path(config.dump) / name if config.dump else None
         self.passes = 0
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._writing():
+                self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            what = f"nothing can be written to the folder {self.config.dump!r} of the option dump: {e}"
+            raise OptionError(what, todo="name another in DICP_DUMP or options, or none") from e
 
     @property
     def on_pass(self) -> Callable[..., None] | None:
@@ -77,7 +88,8 @@ class Dump:
         body = text()
         if self.folder is not None:
             path = self.folder / (stage if "." in stage else f"{stage}.txt")
-            path.write_text(body + "\n")
+            with self._writing():
+                path.write_text(body + "\n")
         if self.config.debug >= level:
             print(f"dicp: {self.name} {stage}\n{body}", file=sys.stderr)
 

@@ -98,6 +98,13 @@ def test_dump_writes_every_stage(tmp_path: Path) -> None:
     assert "def call(args)" in files["call.py"]
 
 
+def test_a_dump_that_cannot_be_written_names_its_option(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(Exception, match=f"folder '{file}' of the option dump.*\n.*DICP_DUMP"):
+        torch.compile(lambda x: x * 3, backend="dicp_cpu", options={"dump": str(file)})(r(3))
+
+
 def test_a_graph_compiled_twice_dumps_twice_and_equally(tmp_path: Path) -> None:
     """Nothing in the text depends on the run: two dumps of one model differ in times only."""
     texts = []
@@ -161,6 +168,7 @@ VERIFIED = {
     "a check without a result": lambda x, w: torch.cond(
         x.sum() > 0, lambda x: x[:2].clone(), lambda x: x[:3].clone(), (x,)
     ),
+    "an input that is written is returned": lambda x, w: (x.view(-1), x.relu_(), x[1:]),
     "a dtype that is not as traced": lambda x, w: torch.quantize_per_tensor(x, 0.1, 10, torch.quint8),
 }
 
@@ -170,6 +178,7 @@ def test_verify_option_lets_pass_what_is_right(name: str) -> None:
     torch._dynamo.reset()
     grad = "backward" in name
     x, w = r(6, 8).requires_grad_(grad), r(8, 8).requires_grad_(grad)
+    before = x.clone()
     got = torch.compile(VERIFIED[name], backend="dicp_cpu", options={"verify": True})(x, w)
-    want = VERIFIED[name](x, w)
+    want = VERIFIED[name](before, w)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
