@@ -197,10 +197,14 @@ def _reduce_exact(rng: random.Random, t: list[torch.Tensor]) -> Answer:
             f"torch.cumsum({{0}}, {d})",
         )
     if is_int(x):
+        narrow = rng.choice(("torch.int8", "torch.uint8", "torch.int16"))
         return one_of(
             rng,
             f"{{0}}.sum({d}, keepdim={keep})",
             "{0}.sum()",
+            f"{{0}}.sum({d}, dtype={narrow})",
+            f"torch.cumsum({{0}}, {d}, dtype={narrow})",
+            f"({{0}} + 2).prod({d}, dtype={narrow})",
             f"{{0}}.amax({d})",
             f"torch.cumsum({{0}}, {d})",
             f"({{0}} % 3).prod({d})",
@@ -364,6 +368,7 @@ def _write(rng: random.Random, t: list[torch.Tensor]) -> Answer:
             "{0}[..., :1].mul_(2)",
             "{0}[0].add_(1)" if x.shape[0] else "{0}.neg_()",
             "{0}.fill_(0.25)",
+            "{0}.copy_(2)",
             "{0}.select(-1, -1).copy_({0}.select(-1, 0))" if x.shape[-1] else "{0}.neg_()",
             "{0}[..., 1:].sub_(1)",
             "{0}.transpose(0, -1)[:1].fill_(3)",
