@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.guards
+import torch._dynamo
 
 LONGEST = ("test_models.py", "test_ops.py", "test_stress.py", "test_harness.py", "test_aten_calls.py")
 
@@ -61,8 +61,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> None:
 
 def pytest_configure() -> None:
     """Dynamo times the guards of each compile for its logs, on caches that it first empties: 25 ms a compile."""
-    assert torch._dynamo.guards.profile_guard_manager
-    torch._dynamo.guards.profile_guard_manager = lambda *timed: 0.0  # type: ignore[assignment]
+    pytest.MonkeyPatch().setattr("torch._dynamo.guards.profile_guard_manager", lambda *timed: 0.0)
 
 
 def pytest_collection_finish() -> None:

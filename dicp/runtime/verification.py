@@ -17,7 +17,7 @@ import torch.fx as fx
 from dicp.errors import VerifyError
 from dicp.ir.printer import op_name, user_location
 from dicp.ops.aliases import base_of
-from dicp.passes.facts import mutated_arguments
+from dicp.passes.facts import mutated_arguments, writes_input
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,11 @@ class Due:
 def _may_be_given(result: fx.Node) -> bool:
     """Whether it is an input's memory. A higher-order operator may hand its operands on."""
     base = base_of(result)
-    while _is_written(base):  # and what a write gives is what it wrote to
-        base = base_of(base.args[0])  # type: ignore[arg-type]
+    if writes_input(base):
+        return True
     if base.target is operator.getitem:
         base = base.args[0]  # type: ignore[assignment]
     return base.op in ("placeholder", "get_attr") or isinstance(base.target, torch._ops.HigherOrderOperator)
-
-
-def _is_written(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
-    return alias is not None and alias.is_write and isinstance(node.args[0], fx.Node)
 
 
 def maker(node: fx.Node) -> str:

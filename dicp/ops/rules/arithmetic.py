@@ -132,8 +132,9 @@ def to_copy(b: Builder, node: torch.fx.Node, x: Value, *args: Any, **kwargs: Any
 
 def copy(b: Builder, node: torch.fx.Node, x: Value, src: Any, non_blocking: bool = False) -> Value:
     """src: a tensor, or a number."""
-    given = src if isinstance(src, Value) else constant(src, (), x.dtype)
-    return convert(broadcast(given, x.shape), x.dtype)
+    if not isinstance(src, Value):
+        return constant(src, x.shape, x.dtype)
+    return convert(broadcast(src, x.shape), x.dtype)
 
 
 def arithmetic_rows() -> Iterator[Row]:

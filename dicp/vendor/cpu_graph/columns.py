@@ -1,7 +1,5 @@
-"""Reductions and scans down columns: neighbouring columns are the lanes of a vector, rows follow one another.
-
-Scatters that may collide along a row run as scalar loops.
-"""
+"""Reductions, scans and scatters down columns: neighbouring columns are the lanes of a vector, rows follow
+one another."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reductions and scans along rows: the passes over a row follow one another while it is in a cache.
 
-Scans along the contiguous axis run as scalar loops.
+Scans along the contiguous axis, and scatters that may collide along it, run as scalar loops.
 """
 
 from __future__ import annotations
