@@ -29,7 +29,7 @@ class ColumnsWriter(KernelWriter):
     def lines(self) -> list[str]:
         assert self.shape.vector is not None
         axis = self.shape.vector
-        if all(isinstance(s, Store) and self._is_full(s) for s in self.kernel.body):
+        if all(isinstance(s, Store) and self.is_full(s) for s in self.kernel.body):
             return self._scattered_columns(axis)
         at_once = self._columns_at_once(axis)
         if at_once > 1:
@@ -42,9 +42,9 @@ class ColumnsWriter(KernelWriter):
 
     def _column_phase(self, phase: int, outer: Scope) -> None:
         mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]
-        full = [s for s in mine if self._is_full(s)]
-        light = [s for s in mine if not self._is_full(s)]
-        self._stores(light, outer)  # results of the phases before
+        full = [s for s in mine if self.is_full(s)]
+        light = [s for s in mine if not self.is_full(s)]
+        self.stores(light, outer)  # results of the phases before
         if not full:
             return
         inside = Scope(outer, lanes="lanes", provides=frozenset(self.inner_vars | self.scan_refs))
@@ -53,8 +53,8 @@ class ColumnsWriter(KernelWriter):
                 self.accumulators.add(s, inside, outer.lines)
             elif isinstance(s, Scan):
                 self.accumulators.scan(s, inside, outer.lines)
-        self._stores([s for s in full if isinstance(s, Store)], inside)
-        outer.lines += self._inner_loops(inside.lines)
+        self.stores([s for s in full if isinstance(s, Store)], inside)
+        outer.lines += self.inner_loops(inside.lines)
         for s in full:
             if isinstance(s, Reduce):
                 self.accumulators.column_result(s, outer)
@@ -64,12 +64,12 @@ class ColumnsWriter(KernelWriter):
         is another place in memory, so that no update waits for the store of the one before."""
         step = Scope(provides=self.inner_vars)
         inside = Scope(step, lanes="lanes", provides=frozenset({axis.var}))
-        self._stores(list(self.kernel.body), inside)
+        self.stores(list(self.kernel.body), inside)
         run = runs(self.shape.outer, axis, self.lanes)
         block = self.writer.fresh("block")
         bounds = None if run is None else (block, "end")
         vectors = vector_loop(axis, inside.lines, self.lanes, self.writer.fresh, bounds)
-        loops = self._inner_loops([*step.lines, *vectors])
+        loops = self.inner_loops([*step.lines, *vectors])
         if run is None:
             return around(self.kernel, self.shape.outer, loops)
         return around(self.kernel, self.shape.outer, run_loop(axis, run, block, loops), extra=1)
@@ -83,7 +83,7 @@ class ColumnsWriter(KernelWriter):
         if not isinstance(size, int) or not reduces or any(isinstance(s, Scan) for s in body):
             return 1
         widths = [n // self.lanes for n in COLUMN_FLOATS if n > self.lanes and size % n == 0]
-        once = all(isinstance(s, Reduce) or not self._is_full(s) for s in body) and max(self.phases) <= 1
+        once = all(isinstance(s, Reduce) or not self.is_full(s) for s in body) and max(self.phases) <= 1
         if once and max(self.phases[k] for k in reduces) == 0:
             return max(widths, default=1)
         rows, outer = (ix.product(a.size for a in axes) for axes in (inner, self.shape.outer))
@@ -100,9 +100,9 @@ class ColumnsWriter(KernelWriter):
         body = ["constexpr Full lanes;"]
         for phase in range(max(self.phases, default=0) + 1):
             mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]
-            full = [s for s in mine if self._is_full(s)]
+            full = [s for s in mine if self.is_full(s)]
             each = Scope(lanes="lanes", provides=frozenset({axis.var}))
-            self._stores([s for s in mine if not self._is_full(s)], each)  # results of the phases before
+            self.stores([s for s in mine if not self.is_full(s)], each)  # results of the phases before
             for e in self._of_columns(full):
                 name, value = self.writer.fresh("column"), self.writer.vector(e, each)
                 body.append(f"{VECTOR[e.dtype]} {name}[{at_once}];")
@@ -113,9 +113,9 @@ class ColumnsWriter(KernelWriter):
             reduces = [s for s in full if isinstance(s, Reduce)]
             for s in reduces:
                 self.accumulators.add(s, inside, body, slot="[u]")
-            self._stores([s for s in full if isinstance(s, Store)], inside)
+            self.stores([s for s in full if isinstance(s, Store)], inside)
             if full:
-                body += self._inner_loops(self._each_vector(axis, inside.lines))
+                body += self.inner_loops(self._each_vector(axis, inside.lines))
             done = Scope(lanes="lanes", provides=frozenset({axis.var}))
             for s in reduces:
                 self.accumulators.column_result(s, done, "[u]", body)

@@ -28,17 +28,17 @@ class KernelWriter:
         self.inner_vars = frozenset(a.var for a in self.shape.inner)
         self.scan_refs = frozenset(r for s in kernel.body if isinstance(s, Scan) for r in s.refs)
         self.accumulators = Accumulators(self.shape, self.writer, lanes)
-        self.phases = phases(self.kernel, self._is_full)
+        self.phases = phases(self.kernel, self.is_full)
         self.kept: dict[int, str] = {}  # where transposed stores, by their ids, go on the stack
 
     def lines(self) -> list[str]:
         """The function's body."""
         raise NotImplementedError
 
-    def _is_full(self, s: Statement) -> bool:
+    def is_full(self, s: Statement) -> bool:
         return is_full(s, self.inner_vars | self.scan_refs, self.writer.dependence)
 
-    def _stores(self, stores: list[Statement], scope: Scope) -> None:
+    def stores(self, stores: list[Statement], scope: Scope) -> None:
         """All values first, then all stores: a store may overwrite what a later value loads."""
         pending: list[Pending] = []
         for s in stores:
@@ -125,7 +125,7 @@ class KernelWriter:
             f"{word.format(f'''load{'' if how == 'one' else how}({where}, {lanes})''', value)}, {lanes});"
         )
 
-    def _inner_loops(self, lines: list[str], apart: bool = False) -> list[str]:
+    def inner_loops(self, lines: list[str], apart: bool = False) -> list[str]:
         """The loops over the reduced (or serial) axes around one phase's body."""
         axes = list(self.shape.inner)
         if apart:

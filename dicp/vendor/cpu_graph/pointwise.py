@@ -53,7 +53,7 @@ class PointwiseWriter(KernelWriter):
         """The statements, of a vector if there are any."""
         axis = self.vector_var
         scope = Scope(outer, lanes="lanes" if axis else None, provides=frozenset({axis} if axis else ()))
-        self._stores(list(self.kernel.body), scope)
+        self.stores(list(self.kernel.body), scope)
         return scope
 
     def _tiled(self, transposed: TransposedLoads) -> list[str]:
@@ -63,7 +63,7 @@ class PointwiseWriter(KernelWriter):
         tile = Scope(lanes="lanes", provides=frozenset({along.var}))
         tiles(transposed, along, block, self.writer, tile)
         column = Scope(tile, lanes="lanes", provides=frozenset({across}))
-        self._stores(list(self.kernel.body), column)
+        self.stores(list(self.kernel.body), column)
         head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
         step = vector_loop(
             along, [*tile.lines, head, *indent(column.lines), "}"], self.lanes, self.writer.fresh

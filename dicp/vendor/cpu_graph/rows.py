@@ -72,7 +72,7 @@ class RowsWriter(KernelWriter):
 
     def _row_phase(self, phase: int, outer: Scope, shared: dict[int, list[Expr]]) -> None:
         mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]
-        full = [s for s in mine if self._is_full(s)]
+        full = [s for s in mine if self.is_full(s)]
         lanes = "lanes" if self.vector_var is not None else None
         provides = self.inner_vars | self.scan_refs
         if full:
@@ -83,21 +83,21 @@ class RowsWriter(KernelWriter):
                     self.accumulators.add(s, inside, outer.lines, slot="[u]" if apart else "")
                 elif isinstance(s, Scan):
                     self.accumulators.scan(s, inside, outer.lines)
-            self._stores([s for s in full if isinstance(s, Store)], inside)
+            self.stores([s for s in full if isinstance(s, Store)], inside)
             self._keep(shared.get(phase, []), inside)
-            outer.lines += self._inner_loops(inside.lines, apart)
+            outer.lines += self.inner_loops(inside.lines, apart)
             for s in full:
                 if isinstance(s, Reduce):
                     self.accumulators.row_result(s, outer, apart)
         for k, s in enumerate(self.kernel.body):  # results that this phase completed
             if (
                 isinstance(s, Store)
-                and not self._is_full(s)
+                and not self.is_full(s)
                 and self.phases[k] <= phase + 1
                 and k not in self.written
             ):
                 self.written.add(k)
-                self._stores([s], outer)
+                self.stores([s], outer)
 
     def _runs_apart(self, full: list[Statement]) -> bool:
         """Whether a phase is nothing but sums and extremes along rows of whole vectors, several at a time."""
@@ -120,7 +120,7 @@ class RowsWriter(KernelWriter):
         first: dict[Expr, int] = {}
         again: dict[Expr, int] = {}
         for k, s in enumerate(self.kernel.body):
-            if not self._is_full(s):
+            if not self.is_full(s):
                 continue
             for e in ex.walk(s.value):
                 if e.op in ("const", "index", "ref") or not self.writer.dependence.of(e) & self.inner_vars:
