@@ -24,7 +24,7 @@ from dicp.runtime.frozen import Frozen
 from dicp.runtime.parts import assemble_parts
 from dicp.runtime.program import Program, ResultMemory, make_program
 from dicp.runtime.progress import Progress
-from dicp.runtime.verification import Verified
+from dicp.runtime.verification import Checked, Verified, results_due
 from dicp.schedule.defs import Buffer, Lowered
 from dicp.schedule.fuse import fuse
 from dicp.schedule.kernels import build_kernels
@@ -32,7 +32,7 @@ from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
 from dicp.schedule.partition import partition
 from dicp.tuning.choose import choose_claims
-from dicp.vendor.asking import asked
+from dicp.vendor.asking import asked, remedy
 from dicp.vendor.base import AnyVendor, Vendor, takes_graphs
 
 _numbers = itertools.count()
@@ -81,12 +81,15 @@ def compile_graph(
     Raises UnsupportedOp (strict mode), BuildError, ToolchainError, VerifyError.
     """
     register()
+    if not isinstance(told := asked(vendor).fingerprint(config), str):
+        raise VendorError(f"{vendor.name}.fingerprint gave {told!r}, which is no text", todo=remedy(vendor))
     name = f"graph{next(_numbers)}_{role}"
     mark_frozen(gm, weights or {})
     with Progress(name) as progress:
         kept: ResultMemory = "saved" if role == "forward" else "kept"
         results = kept if config.keep_results else "new"
-        verified = Verified(name, gm, owned=role == "backward") if config.verify else None
+        label = f"{vendor.name}: {name}"
+        verified = Verified(label, vendor.name, gm, owned=role == "backward") if config.verify else None
         compiled = _compile(gm, _Job(name, role, asked(vendor), config, progress, results))
         if verified is not None:
             verified.call, compiled.call = compiled.call, verified
@@ -153,22 +156,24 @@ def _build(gm: fx.GraphModule, job: _Job) -> Compiled:
         program.begun = begun
         dump.plan("50_memory", program)
         with step("build"):
-            call = _assembled(vendor, program, config)
+            call = _assembled(vendor, program, config, gm)
         program.begun = None
     return _done(Compiled(name, job.role, call, program, job.seconds), dump)
 
 
-def _assembled(vendor: Vendor, program: Program, config: Config) -> Callable[[list[Any]], Any]:
-    """The vendor's function, which takes one list (AOTAutograd unpacks what is not marked so)."""
+def _assembled(
+    vendor: Vendor, program: Program, config: Config, gm: fx.GraphModule
+) -> Callable[[list[Any]], Any]:
+    """The vendor's function, which takes one list (AOTAutograd unpacks what is not marked so). What one gives
+    that dicp did not make is checked: `Runner` returns planned memory."""
+    program.verify = config.verify
     call = vendor.assemble(program, config)
     if not callable(call):
         raise VendorError(f"{vendor.name}.assemble gave {call!r}, which is no function of a list of inputs")
     if getattr(call, "_boxed_call", False):
         return call
 
-    def boxed(args: list[Any]) -> Any:
-        return call(args)
-
+    boxed = Checked(call, results_due(gm), f"{vendor.name}: {program.name}")
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return boxed
 
@@ -205,7 +210,7 @@ def _compile_one(
         items = build_kernels(fuse(lowered), lowered)
         program = make_program("candidate", lowered, items, plan_memory(items, lowered))
         program.begun = begun
-        call = _assembled(vendor, program, plain)
+        call = _assembled(vendor, program, plain, gm)
         program.begun = None
     return call
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dicp.compiler import Compiled, observe
+from dicp.schedule.defs import Call
 
 
 @dataclass
@@ -132,13 +133,13 @@ def report(compiled: Compiled) -> GraphReport:
     plan = program.plan
     folding, constants = compiled.folding, compiled.constants
     stats = [program.build_stats] + ([] if constants is None else [constants.program.build_stats])
-    once = [] if constants is None else [f"{c.note}    (once)" for c in constants.program.externs]
+    once = [] if constants is None else [f"{_extern(c)}    (once)" for c in constants.program.externs]
     return GraphReport(
         compiled.name,
         compiled.role,
         list(kernels.values()),
         [f"{c.claim.name}    {c.note}" for c in program.library_calls],
-        [c.note for c in program.externs] + once,
+        [_extern(c) for c in program.externs] + once,
         plan.example_size,
         plan.lower_bound,
         len(plan.root),
@@ -150,6 +151,10 @@ def report(compiled: Compiled) -> GraphReport:
         folding.nbytes if folding is not None else 0,
         len(folding.frozen) if folding is not None else 0,
     )
+
+
+def _extern(call: Call) -> str:
+    return call.note + (f"    ({call.why})" if call.why else "")
 
 
 def _several(n: int, what: str) -> str:

@@ -40,7 +40,7 @@ class OperatorReport:
 
     how: the weakest way any of its real-dtype units went: generated < library < extern < eager (no graph
     reached the backend) < fails; how_complex: the same over complex dtypes; inductor: the same for Inductor,
-    see inductor.csv.
+    see inductor.csv; ways: the weakest way by dtype.
     """
 
     name: str
@@ -50,6 +50,7 @@ class OperatorReport:
     how_complex: str = ""
     inductor: str = ""
     dtypes: list[str] = field(default_factory=list)
+    ways: dict[str, str] = field(default_factory=dict)
     passed: int = 0
     failed: int = 0
     xfailed: int = 0
@@ -169,7 +170,9 @@ def _operator(
         if unit.error:
             report.errors.append(f"{unit.key}: {unit.error}")
         if n["pass"] or n["fail"] or n["xfail"]:
-            ways["complex" in dtype].append("fails" if n["xfail"] else way_of(unit))
+            way = "fails" if n["xfail"] else way_of(unit)
+            ways["complex" in dtype].append(way)
+            out.ways[dtype] = _weakest((way, out.ways.get(dtype, way)))
     out.how, out.how_complex = _weakest(ways[False]), _weakest(ways[True])
     return out
 
@@ -186,6 +189,15 @@ def tally(operators: Sequence[OperatorReport], key: str) -> dict[str, Counter[st
     table: dict[str, Counter[str]] = {}
     for o in operators:
         table.setdefault(getattr(o, key), Counter())[o.how or o.how_complex or "skipped"] += 1
+    return dict(sorted(table.items()))
+
+
+def by_dtype(operators: Sequence[OperatorReport]) -> dict[str, Counter[str]]:
+    """Ways per dtype: what a vendor of few dtypes covers of those."""
+    table: dict[str, Counter[str]] = {}
+    for o in operators:
+        for dtype, way in o.ways.items():
+            table.setdefault(dtype, Counter())[way] += 1
     return dict(sorted(table.items()))
 
 
@@ -219,6 +231,7 @@ def text(report: Report, verbose: bool = False) -> str:
     ]
     lines += _table("by grade", tally(report.operators, "grade")) + [""]
     lines += _table("by category", tally(report.operators, "category")) + [""]
+    lines += _table("by dtype", by_dtype(report.operators)) + [""]
     mine, theirs = beside_inductor(report.operators)
     if theirs:
         lines.append(

@@ -64,6 +64,7 @@ BINARY = frozenset(
     minimum maximum fmin fmax lt le gt ge eq ne land lor lxor band bor bxor shl shr gcd lcm""".split()
 )
 TERNARY = frozenset(["where", "fma"])
+PRIMITIVES = UNARY | BINARY | TERNARY
 TO_BOOL = frozenset("lt le gt ge eq ne land lor lxor lnot isnan isinf signbit".split())
 CHECKS = ("check", "nonzero")  # the last argument is the check's number
 # What takes a call, or a polynomial of many terms.

@@ -37,7 +37,7 @@ from dicp.passes.freeze import Folding
 from dicp.runtime.arena import ARENA
 from dicp.runtime.cache import Store, open_store
 from dicp.runtime.entry import Key, content_hash, read_meta
-from dicp.runtime.function import make_function
+from dicp.runtime.function import OWN_GLOBALS, make_function
 from dicp.runtime.pool import POOL
 
 SOURCES = (".py", ".c", ".h", ".cpp", ".hpp", ".cu", ".csv")
@@ -119,7 +119,7 @@ class Artifact:
 
         Raises NotSaveable, which says what cannot be pickled.
         """
-        left_out = {*natives, "call", "__builtins__"}
+        left_out = {*natives, *OWN_GLOBALS}
         kept = {name: value for name, value in values.items() if name not in left_out}
         return Artifact(
             name,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dicp.compat import forward_ad, library_error, tensors_from_handles
-from dicp.errors import DicpError, check_error
+from dicp.errors import DicpError, VendorError, check_error
 from dicp.ir import index as ix
 from dicp.ir.printer import user_location
 from dicp.schedule.defs import Call, View, operands
@@ -81,6 +81,11 @@ def refuse_without_memory(e: RuntimeError) -> None:
             todo="call .to_dense() on such a tensor before; for batches of gradients compile the function "
             "that takes them (torch.func.vmap), or take them one at a time",
         ) from e
+
+
+def broken_claim(claim: str, op: str, where: str, problem: str) -> VendorError:
+    """What is wrong with what a claim's call did, as the program runs."""
+    return VendorError(f"the claim {claim!r}, for {op}, {problem}", where=where)
 
 
 NO_MEMORY = -(1 << 30)

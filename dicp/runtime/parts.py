@@ -29,7 +29,7 @@ from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.marked_tensors import plain
 from dicp.runtime.program import Program
 from dicp.runtime.support import expect
-from dicp.runtime.verification import Due, maker
+from dicp.runtime.verification import Checked, Due, maker
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import MemoryPlan
 from dicp.schedule.partition import Part, is_size
@@ -58,13 +58,16 @@ def assemble_parts(
             if not callable(run):
                 what = f"{vendor.name}.build gave {run!r}, which is no function of the graph's inputs"
                 raise VendorError(what, todo=remedy(vendor))
-            writer.part(step, _Checked(run, step, vendor.name))
+            due = [Due.of(n) for n in step.outputs]
+            writer.part(step, Checked(run, due, _label(step, vendor.name)))
             continue
         writer.call(step)
         if step.target is not operator.getitem and not is_size(step) and not writes_input(step):
+            why = "its toolchain does not take it"
             if config.strict:
-                raise unsupported(step, vendor.name, "its toolchain does not take it")
-            program.items.append(Call((), f"{op_name(step.target)}    {user_location(step) or ''}", step))
+                raise unsupported(step, vendor.name, why)
+            note = f"{op_name(step.target)}    {user_location(step) or ''}"
+            program.items.append(Call((), note, step, why=why))
     call = writer.function(name)
     program.sources["call.py"] = writer.source
     program.save = lambda: Artifact.of(name, writer.source, writer.globals, vendor.name)
@@ -180,32 +183,10 @@ class _Writer:
         return repr(a) if a is None or isinstance(a, (bool, int, str)) else self._global("value", a)
 
 
-class _Checked:
-    """The function of a part, whose results are what was traced (VendorError if not), and whose exceptions
-    tell which part raised them. Can be pickled where the vendor's function can."""
-
-    def __init__(self, run: Callable[..., Sequence[Any]], part: Part, vendor: str) -> None:
-        self.run = run
-        self.due = tuple(map(Due.of, part.outputs))
-        calls = [n for n in part.gm.graph.nodes if n.op == "call_function"]
-        first, last = (maker(n) for n in (calls[0], calls[-1]))
-        self.label = f"{vendor}: part {part.number}, of {part.calls} calls from {first} to {last}"
-
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        try:
-            found = self.run(*args)
-        except Exception as e:  # as the vendor's code raised it
-            e.add_note(f"raised by {self.label}")
-            raise
-        if not isinstance(found, (tuple, list)):
-            raise VendorError(f"{self.label}, gave {type(found).__name__}, where a tuple or list is due")
-        if len(found) != len(self.due):
-            raise VendorError(f"{self.label}, gave {len(found)} results, where {len(self.due)} are due")
-        for k, (t, due) in enumerate(zip(found, self.due, strict=True)):
-            if due is not None and (wrong := due.mismatch(t)):
-                which = f"result {k + 1} of {len(found)}, of {due.made_by}"
-                raise VendorError(f"{self.label}, gave as {which}, {wrong}")
-        return found
+def _label(part: Part, vendor: str) -> str:
+    calls = [n for n in part.gm.graph.nodes if n.op == "call_function"]
+    first, last = (maker(n) for n in (calls[0], calls[-1]))
+    return f"{vendor}: part {part.number}, of {part.calls} calls from {first} to {last}"
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -66,6 +66,7 @@ class Program:
     saved: Set[str] = frozenset()  # inputs that autograd kept for a backward, where hooks see them
     results: ResultMemory = "new"
     where: dict[int, int] = field(default_factory=dict)  # item -> step
+    verify: bool = False  # whether calls of libraries are watched
 
     @property
     def launches(self) -> list[Launch]:

@@ -25,6 +25,7 @@ from dicp.ir.printer import user_location
 from dicp.ops.aliases import places_in_memory, returns_alias
 from dicp.runtime import support
 from dicp.runtime.arena import ARENA
+from dicp.runtime.failure import broken_claim
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.host_numbers import host_number
 from dicp.runtime.marked_tensors import plain
@@ -67,6 +68,9 @@ class Runner:
             "slots": support.slots,
             "steal": tensors_from_handles,
             "expect": support.expect,
+            "promised": support.promised,
+            "fill": support.fill,
+            "written": support.written,
             "bounds": support.slice_bounds,
             "per_size": support.per_size,
             "plain": plain,
@@ -350,13 +354,32 @@ class Runner:
     # -- what claims write with, in vendors whose segments are lines of this function ------------------------
 
     def claimed(self, call: Call) -> None:
-        """A library call, as its claim writes it. VendorError where that fails, or leaves a result that the
-        library allocates without `keep`."""
+        """A library call, as its claim writes it. VendorError where that fails, writes nothing, or leaves a
+        result that the library allocates without `keep`."""
+        watched = self._watched(call) if self.program.verify else []
+        self.lines += [f"fill({t})" for t in watched]
+        before = len(self.lines)
         emit(self, call)
+        if len(self.lines) == before and any(b is not None and 0 not in b.shape for b in call.outputs):
+            raise claim_error(call, "it writes no line")
+        self.lines += [f"written({t}, {self._claim(call)})" for t in watched]
         made = (b for b in call.outputs if b is not None and b.kind == "library")
         lost = [b.name for b in made if self.plan.find(b.name) == b.name and b.name not in self.names]
         if lost:
             raise claim_error(call, f"nothing keeps {', '.join(lost)}, which the library allocates (`keep`)")
+
+    def _watched(self, call: Call) -> list[str]:
+        """The results that a call with `out` writes, as tensors; not what it updates."""
+        if not call.claim.out or call.claim.updates or call.claim.over is not None:
+            return []
+        return [self.into(b) for b in call.results if isinstance(b, Buffer)]
+
+    def _claim(self, call: Call) -> str:
+        """What says whose a call is, as a global of the function."""
+        name = f"claim_{len(self.globals)}"
+        about = (call.claim.name, str(call.node.target), user_location(call.node) or "")
+        self.globals[name] = functools.partial(broken_claim, *about)
+        return name
 
     def line(self, text: str, note: str = "") -> None:
         """A statement of the function, with a comment."""
@@ -367,14 +390,16 @@ class Runner:
         return self.view(View(buffer, buffer.shape, buffer.strides))
 
     def keep(self, call: Call, source: str) -> None:
-        """Take over the results that a library allocated: `source` is a tensor, or a tuple of them."""
+        """Take over the results that a library allocated: `source` is a tensor, or a tuple of them. Those of
+        another dtype or size than was traced are a VendorError when the program runs."""
         many = isinstance(call.node.meta.get("val"), (tuple, list))
+        claim = self._claim(call)
         for k, b in enumerate(call.results):
             if isinstance(b, Buffer):
                 self.names[b.name] = b.name
                 item = f"{source}[{k}]" if many else source
-                planned = f"{self._tuple(b.shape)}, {self._tuple(b.strides)}"
-                self.lines.append(f"{b.name} = expect({item}, {planned})")
+                planned = f"{self._tuple(b.shape)}, {self._tuple(b.strides)}, {b.dtype}"
+                self.lines.append(f"{b.name} = promised({item}, {planned}, {claim})")
 
     def value(self, a: Any) -> str:
         """Any argument of a call."""

@@ -66,4 +66,53 @@ def expect(t: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) ->
     return t
 
 
-__all__ = ["apart", "expect", "parts", "per_size", "placed", "slice_bounds", "slots", "within"]
+def promised(
+    t: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    broken: Callable[[str], Exception],
+) -> torch.Tensor:
+    """What a library gave, with the strides that the program was planned for. Raises what `broken` makes of
+    the reason where it is no tensor of that size and dtype."""
+    if isinstance(t, torch.Tensor) and t.dtype == dtype and t.shape == shape:
+        return expect(t, shape, strides)
+    is_now = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+    raise broken(f"keeps {is_now}, where {dtype} {list(shape)} is due")
+
+
+_PATTERN = 0x5A
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """Those of the elements, in no order."""
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    whole = last + 1 == t.numel()
+    return (t.as_strided((t.numel(),), (1,)) if whole else t.contiguous()).view(torch.uint8)
+
+
+def fill(t: torch.Tensor) -> None:
+    """With what `written` knows again; only where the elements lie side by side."""
+    _bytes(t).fill_(_PATTERN)
+
+
+def written(t: torch.Tensor, broken: Callable[[str], Exception]) -> None:
+    """Raises what `broken` makes of the reason where nothing has been written since `fill`."""
+    found = _bytes(t)
+    if found.numel() >= 8 and bool((found == _PATTERN).all()):
+        raise broken("has `out` and wrote nothing")
+
+
+__all__ = [
+    "apart",
+    "expect",
+    "fill",
+    "parts",
+    "per_size",
+    "placed",
+    "promised",
+    "slice_bounds",
+    "slots",
+    "within",
+    "written",
+]

@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from dicp.errors import OptionError
+from dicp.vendor import names as vendor_names
 
 HERE = Path(__file__).parent
 EXAMPLES = {False: "toy", True: "toy_graph"}  # by whether the toolchain takes graphs
@@ -105,6 +106,8 @@ def write(name: str, into: Path, graphs: bool = False) -> Path:
         raise OptionError(f"{name!r} cannot be a package's name", todo="use lower-case letters, digits and _")
     if importlib.util.find_spec(name) is not None:
         raise OptionError(f"there is a module {name!r} already", todo="choose another name")
+    if name in vendor_names():
+        raise OptionError(f"there is a vendor {name!r} already", todo="choose another name")
     folder = into / name
     folder.mkdir(parents=True)
     for path, text in render(name, graphs).items():

@@ -21,6 +21,7 @@ from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import Runner
 from dicp.schedule.defs import Buffer, Call, View
 from dicp.schedule.kernels import Launch
+from dicp.vendor.asking import emitted
 from dicp.vendor.base import Claim, Machine
 
 aten = torch.ops.aten
@@ -37,6 +38,7 @@ WORDS |= {
     f"sh{d}": f"torch.bitwise_{side}_shift({{0}}, {{1}})" for d, side in (("l", "left"), ("r", "right"))
 }
 WORDS |= {"fma": "{0} * {1} + {2}", "round_even": "torch.round({0})"}
+REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "welford")
 
 
 def grid(*extents: int) -> list[torch.Tensor]:
@@ -139,21 +141,21 @@ class ToyRunner(Runner):
     """Writes the program's Python function: a kernel is called on flat windows, a claim writes its
     own line."""
 
+    def __init__(self, program: Program) -> None:
+        super().__init__(program, {})
+        self.kernels = program.kernel_names()
+
     def _native(self, segment: Segment) -> None:
         for item in segment.items:
             if isinstance(item, Launch):
                 sizes = [v.name for v in item.kernel.sizes]
                 args = [*map(self.flat, item.buffers), *sizes, f"MESSAGES[{item.first_check}:]"]
-                self.lines.append(f"{function_name(item)}({', '.join(args)})")
+                self.lines.append(f"{self.kernels[item.kernel.digest]}({', '.join(args)})")
             else:
                 self.claimed(item)
 
     def flat(self, b: Buffer) -> str:
         return self.view(View(b, (0 if 0 in b.shape else b.span,), (1,)))
-
-
-def function_name(launch: Launch) -> str:
-    return f"{launch.kernel.name}_{launch.kernel.digest}"
 
 
 def emit_out(writer: ToyRunner, call: Call) -> None:
@@ -177,6 +179,7 @@ class Toy:
     """See dicp.vendor.base.Vendor."""
 
     name, device = "toy", "cpu"
+    words = frozenset(WORDS) | {*REDUCTIONS, "scan"}
 
     def available(self, config: Any) -> str | None:
         return None
@@ -197,9 +200,8 @@ class Toy:
         return "toy 1"
 
     def assemble(self, program: Program, config: Any) -> Callable[[list[Any]], Any]:
-        distinct = {function_name(x): x.kernel for x in program.launches}
-        program.sources = {"kernels.py": "\n".join(emit(kernel, name) for name, kernel in distinct.items())}
-        runner = ToyRunner(program, {})
+        program.sources = {"kernels.py": "\n".join(emitted(program, emit).values())}
+        runner = ToyRunner(program)
         runner.globals |= RUNTIME | {"MESSAGES": program.lowered.checks}
         exec(program.sources["kernels.py"], runner.globals)
         call = runner.function()

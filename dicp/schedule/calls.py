@@ -126,14 +126,14 @@ def _returns(op: Any) -> bool:
 
 def misused(low: Lowering, node: fx.Node) -> Any:
     """A call that eager refuses: extern, under strict too, since all that it does is raise eager's error."""
-    return _extern(low, node)
+    return _extern(low, node, "eager refuses it")
 
 
 def extern(low: Lowering, node: fx.Node, why: str) -> Any:
     _refuse_if_strict(low, node, why)
     if places_in_memory(node):
         _refuse_parts(node)
-    return _extern(low, node)
+    return _extern(low, node, why)
 
 
 def _refuse_parts(node: fx.Node) -> None:
@@ -147,11 +147,13 @@ def _refuse_parts(node: fx.Node) -> None:
         raise UnsupportedOp(what, where=user_location(node) or (), todo=todo)
 
 
-def _extern(low: Lowering, node: fx.Node) -> Any:
+def _extern(low: Lowering, node: fx.Node, why: str) -> Any:
     exact = is_foreign(node)
     args = tuple(_as_traced(low, a, exact) for a in node.args)
     kwargs = {k: _as_traced(low, a, exact) for k, a in node.kwargs.items()}
-    return _add_call(low, node, args, kwargs, None, None, "extern")
+    results = _add_call(low, node, args, kwargs, None, None, "extern")
+    low.out.defs[-1].why = why  # type: ignore[attr-defined]
+    return results
 
 
 def overwrite(low: Lowering, copy: fx.Node, over: Buffer | Raw, source: Any) -> None:
@@ -161,7 +163,7 @@ def overwrite(low: Lowering, copy: fx.Node, over: Buffer | Raw, source: Any) -> 
     target = View(over, over.shape, over.strides) if isinstance(over, Buffer) else over
     source = source if isinstance(source, Raw) else low.operand(source)
     written = (over,) if isinstance(over, Buffer) else ()
-    low.out.defs.append(Call(written, note_of(copy), copy, (target, source)))
+    low.out.defs.append(Call(written, note_of(copy), copy, (target, source), why=why))
 
 
 def _refuse_if_strict(low: Lowering, node: fx.Node, why: str) -> None:

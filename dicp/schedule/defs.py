@@ -164,6 +164,7 @@ class Call(Def):
     claim: Any = None
     results: tuple[Any, ...] = ()  # what the op returns, as `leaves` orders it: Buffer, Raw, Index or None
     host: bool = False  # a read or a check of numbers by the calling Python
+    why: str = ""  # of an extern: what neither kernels nor libraries do
 
 
 def leaves(val: Any) -> list[tuple[tuple[int, ...], Any]]:

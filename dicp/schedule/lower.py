@@ -42,7 +42,7 @@ from dicp.schedule.calls import (
     slice_bounds,
     slice_read_from_data,
 )
-from dicp.schedule.defs import Buffer, Host, Lowered, Raw, Reduction
+from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter
 from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
 from dicp.schedule.strides import no_overlap, strides_agree
@@ -236,10 +236,13 @@ class Lowering(DefinitionBuilder):
             args, kwargs = self.arguments(node)
             if any(isinstance(a, Host) for a in (*args, *kwargs.values())):
                 return left_over(self, node, "a number made of sizes by what kernels have no code for")
+            before = len(self.out.defs)
             try:
                 result = row.lower(self, node, args, kwargs)
             except Declined as e:
                 return left_over(self, node, str(e))
+            if self.vendor.words is not None and (lacking := self._unspelled(result, before)):
+                return left_over(self, node, f"{self.vendor.name} has no word for {', '.join(lacking)}")
             return self._settle(node, result)
         return left_over(self, node, "no lowering and no library claim")
 
@@ -271,6 +274,20 @@ class Lowering(DefinitionBuilder):
         for symbol in getattr(val, "node", None) and val.node.expr.free_symbols or ():
             if symbol in self.floats:
                 host_step(self, self.floats.pop(symbol))
+
+    def _unspelled(self, result: Any, before: int) -> list[str]:
+        """What kernels for a rule's result would need that the vendor has no words for. The definitions that
+        the rule made, from number `before`, are left unread where there is any."""
+        words = self.vendor.words
+        assert words is not None
+        values = result if isinstance(result, (tuple, list)) else [result]
+        exprs = [v(self.index_vars(v.shape)) for v in values if isinstance(v, Value)]
+        needs: list[str] = []
+        for d in self.out.defs[before:]:
+            exprs += [d.expr] if isinstance(d, (Pointwise, Reduction, Scatter)) else []
+            needs += [d.kind, *(["scan"] if d.scan else [])] if isinstance(d, Reduction) else []
+        needs += [e.op for e in ex.walk(*exprs) if e.op in ex.PRIMITIVES]
+        return [need for need in dict.fromkeys(needs) if need not in words]
 
     # -- materialising -------------------------------------------------------------------------------------
 

@@ -15,8 +15,14 @@ log = logging.getLogger("dicp")
 
 
 @functools.cache
-def _entries() -> dict[str, EntryPoint]:
-    return {e.name: e for e in entry_points(group=GROUP)}
+def _entries() -> dict[str, list[EntryPoint]]:
+    """By name: one, unless packages name different vendors alike."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        others = found.setdefault(entry.name, [])
+        if entry.value not in (e.value for e in others):
+            others.append(entry)
+    return found
 
 
 def names() -> list[str]:
@@ -25,12 +31,23 @@ def names() -> list[str]:
 
 
 def find(name: str) -> EntryPoint:
-    """Where a vendor is loaded from. Raises DicpError naming near matches."""
+    """Where a vendor is loaded from. Raises DicpError naming near matches, VendorError where two packages
+    have vendors of that name."""
     if name not in _entries():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise DicpError(f"no vendor {name!r}", todo=f"{hint}installed: {', '.join(names()) or 'none'}")
-    return _entries()[name]
+    entry, *others = _entries()[name]
+    if others:
+        raise VendorError(
+            f"vendor {name!r} is in two packages: {' and '.join(map(_source, (entry, *others)))}",
+            todo="uninstall one of them, or have its entry point of the group dicp.vendors renamed",
+        )
+    return entry
+
+
+def _source(entry: EntryPoint) -> str:
+    return f"{entry.value}, of the package {entry.dist.name if entry.dist else '?'}"
 
 
 @functools.cache
@@ -43,9 +60,8 @@ def get(name: str) -> Any:
     try:
         vendor = entry.load()
     except Exception as e:  # whatever the package's module raises as it is imported
-        source = f"{entry.value}, of the package {entry.dist.name if entry.dist else '?'}"
         raise VendorError(
-            f"vendor {name!r} ({source}) cannot be loaded: {type(e).__name__}: {e}",
+            f"vendor {name!r} ({_source(entry)}) cannot be loaded: {type(e).__name__}: {e}",
             todo="repair that package, or uninstall it",
         ) from e
     require_whole(vendor, name)
@@ -70,5 +86,4 @@ def for_device(device: str) -> Any:
 
 
 def _ships(name: str) -> bool:
-    package = find(name).dist
-    return package is not None and package.name == "dicp"
+    return any(e.dist is not None and e.dist.name == "dicp" for e in _entries()[name])

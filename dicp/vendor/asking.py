@@ -6,15 +6,17 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx as fx
 
 from dicp.errors import REPORT, DicpError, VendorError
+from dicp.ir.kernel import Kernel
 from dicp.ir.printer import user_location
 from dicp.vendor.base import HOOKS, MEMBERS, AnyVendor, GraphVendor, Vendor, VendorBase, takes_graphs
 
+T = TypeVar("T")
 _DATA = ("name", "device", *(name for name, default in HOOKS.items() if not callable(default)))
 
 
@@ -63,6 +65,27 @@ def emit(writer: Any, call: Any) -> None:
         raise
     except Exception as e:  # a vendor's code may raise anything
         raise claim_error(call, f"{type(e).__name__}: {e}") from e
+
+
+def emitted(program: Any, write: Callable[[Kernel, str], T]) -> dict[str, T]:
+    """What `write(kernel, name)` makes of each distinct kernel of a Program (runtime/program.py), by the
+    kernel's digest; the name is one for a function. Raises VendorError, with the kernel, its ops and the
+    user's lines, where that raises anything but a DicpError."""
+    first: dict[str, Kernel] = {}
+    for launch in program.launches:
+        first.setdefault(launch.kernel.digest, launch.kernel)
+    return {digest: _written(first[digest], name, write) for digest, name in program.kernel_names().items()}
+
+
+def _written(kernel: Kernel, name: str, write: Callable[[Kernel, str], T]) -> T:
+    try:
+        return write(kernel, name)
+    except DicpError:
+        raise
+    except Exception as e:  # a vendor's code may raise anything
+        what = f"no code could be written for the kernel {name}: {type(e).__name__}: {e}"
+        ours = getattr(write, "__module__", "").partition(".")[0] == "dicp"
+        raise VendorError(what, where=kernel.origins, todo=REPORT if ours else "") from e
 
 
 def claim_error(call: Any, problem: str) -> VendorError:
@@ -114,6 +137,10 @@ def require_whole(vendor: Any, name: str = "") -> None:
     missing = [n for n in lacks if n not in HOOKS]
     if missing:
         raise VendorError(f"{whose} lacks {', '.join(missing)}")
+    if takes_graphs(vendor) and hasattr(vendor, "assemble"):
+        both = "has `build`, of a vendor that takes graphs, and `assemble`, of one that takes kernels"
+        raise VendorError(f"{whose} {both}", todo="rename one of them")
+    _require_device(vendor.device, whose)
     for given in dir(vendor):
         near = difflib.get_close_matches(given, lacks, n=1, cutoff=0.8)
         if near and given not in asks and not given.startswith("_"):
@@ -121,4 +148,14 @@ def require_whole(vendor: Any, name: str = "") -> None:
             raise VendorError(what, todo=f"call it {near[0]!r}, or, if it is something else, less like that")
 
 
-__all__ = ["Asked", "asked", "claim_error", "emit", "has", "remedy", "require_whole", "unwrapped"]
+def _require_device(device: Any, whose: str) -> None:
+    try:
+        known = torch.device(device).type == device
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        what = f"{whose} serves the device {device!r}, which is no type of torch's devices"
+        raise VendorError(what, todo='name one: "cpu", "cuda", or what your torch extension registers')
+
+
+__all__ = ["Asked", "asked", "claim_error", "emit", "emitted", "has", "remedy", "require_whole", "unwrapped"]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dicp.dynamo_bridge.backend import backend_for
 from dicp.errors import CacheError, VendorError
 from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
 from dicp.scaffold import render, toy
-from dicp.vendor.asking import asked, has
+from dicp.vendor.asking import asked, emitted, has, require_whole
 from dicp.vendor.base import HOOKS, Claim, GraphVendor, LayoutCosts, Vendor, VendorBase
 
 
@@ -138,6 +139,7 @@ def product_by(**how: Any) -> Faulty:
     ("how", "text"),
     [
         ({"emit": fails}, "KeyError: 'no such word'"),
+        ({"emit": lambda writer, call: None, "out": True}, "it writes no line"),
         ({"emit": lambda writer, call: writer.line("result = 1")}, ", which the library allocates (`keep`)"),
         ({"emit": toy.emit_new, "prepare": lambda low, node, args: None}, "`prepare` gave None"),
     ],
@@ -149,8 +151,97 @@ def test_a_claim_that_writes_wrongly_is_named(how: dict[str, Any], text: str) ->
 
 
 @pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("x.double()", "keeps torch.float64 [4, 4], where torch.float32 [4, 4] is due"),
+        ("x[0]", "keeps torch.float32 [4], where torch.float32 [4, 4] is due"),
+        ("[x]", "keeps list, where torch.float32 [4, 4] is due"),
+    ],
+)
+def test_what_a_library_gives_is_what_was_traced(expression: str, text: str) -> None:
+    def emit(writer: Any, call: Any) -> None:
+        writer.line(f"x = {writer.value(call.args[0])}")
+        writer.keep(call, expression)
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: x @ x + 1, backend=backend_for(product_by(emit=emit)))
+    with pytest.raises(VendorError, match=re.escape(f"the claim 'mine', for aten.mm.default, {text}")) as raised:
+        run(r(4, 4))
+    assert Path(__file__).name in str(raised.value)
+
+
+def test_verified_calls_write_what_they_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = product_by(emit=lambda writer, call: writer.line("pass"), out=True)
+    for kept in (lazy, toy.vendor):
+        torch._dynamo.reset()
+        monkeypatch.setenv("DICP_VERIFY", "1")
+        run = torch.compile(lambda x: x @ x.t() + 1, backend=backend_for(kept))
+        if kept is lazy:
+            with pytest.raises(VendorError, match=r"'mine', for aten.mm.default, has `out` and wrote nothing"):
+                run(r(4, 4))
+        else:
+            x = r(4, 4)
+            torch.testing.assert_close(run(x), x @ x.t() + 1)
+
+
+def test_a_line_that_is_no_python_is_shown() -> None:
+    error = str(failure(product_by(emit=lambda writer, call: writer.line("x = = 1"), out=True)))
+    assert re.search(r"toy.assemble failed: SyntaxError: invalid syntax in line \d+ of .* function: x = = 1", error)
+
+
+def test_tracebacks_show_the_programs_lines() -> None:
+    torch._dynamo.reset()
+    wrong = product_by(emit=lambda writer, call: writer.line("no_such_name()", call.note), out=True)
+    with pytest.raises(NameError) as raised:
+        torch.compile(lambda x: x @ x + 1, backend=backend_for(wrong))(r(4, 4))
+    last = traceback.extract_tb(raised.value.__traceback__)[-1]
+    assert str(last.line).startswith("no_such_name()  # mm") and Path(__file__).name in str(last.line)
+
+
+def test_a_kernel_that_cannot_be_written_is_named() -> None:
+    def assemble(program: Any, config: Any) -> Any:
+        return emitted(program, fails)
+
+    error = failure(Faulty(assemble=assemble), lambda x: x.sin() + 1)
+    assert re.search(r"no code could be written for the kernel add_\w+: KeyError", str(error))
+    assert re.search(rf"at sin .*{Path(__file__).name}:\d+", str(error)) and "report it" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("results", "text"),
+    [
+        (lambda x: x.double(), "torch.float64 [4, 4], where torch.float32 [4, 4] is due"),
+        (lambda x: x[:2], "torch.float32 [2, 4], where torch.float32 [4, 4] is due"),
+        (lambda x: None, "NoneType, where torch.float32 [4, 4] is due"),
+    ],
+)
+def test_what_a_function_of_the_vendors_own_gives_is_checked(results: Any, text: str) -> None:
+    torch._dynamo.reset()
+    own = Faulty(assemble=lambda program, config: lambda args: (results(args[0]),))
+    message = r"toy: graph\d+_inference, gave as result 1 of 1, of mul .*" + re.escape(text)
+    with pytest.raises(VendorError, match=message):
+        torch.compile(lambda x: x * 3, backend=backend_for(own))(r(4, 4))
+
+
+def test_what_lacks_a_word_is_an_extern() -> None:
+    """Of primitives, reductions and scans."""
+
+    def fn(x: torch.Tensor) -> Any:
+        return x.sin().exp().sum(1), x.amax(1), x.cumsum(1), x.cosh()
+
+    lacking = Faulty(words=toy.vendor.words - {"sin", "max", "scan"})
+    x = r(4, 9)
+    torch._dynamo.reset()
+    with observe(lambda c: seen.append({k for k in c.counts if "extern:" in k})):
+        seen: list[set[str]] = []
+        torch.testing.assert_close(torch.compile(fn, backend=backend_for(lacking))(x), fn(x))
+    assert seen == [{f"extern:aten.{op}" for op in ("sin.default", "amax.default", "cumsum.default")}]
+
+
+@pytest.mark.parametrize(
     ("instead", "text"),
     [
+        ({"fingerprint": lambda config: None}, "toy.fingerprint gave None, which is no text"),
         ({"available": lambda config: True}, "toy.available gave True, which is neither None nor a text"),
         ({"machine": lambda config: None}, "toy.machine gave None, which is no Machine"),
         ({"emits": True}, "toy.emits is True, not a function"),
@@ -189,6 +280,20 @@ def test_half_a_vendor_is_refused() -> None:
         backend_for(Half())
     with pytest.raises(VendorError, match="the class Toy"):
         backend_for(toy.Toy)
+
+
+@pytest.mark.parametrize(
+    ("instead", "text"),
+    [
+        ({"device": "mychip"}, "serves the device 'mychip', which is no type of torch's devices"),
+        ({"device": 3}, "serves the device 3"),
+        ({"device": "cpu:0"}, "serves the device 'cpu:0'"),
+        ({"build": fails}, "has `build`, of a vendor that takes graphs, and `assemble`"),
+    ],
+)
+def test_what_is_no_vendor_is_refused(instead: dict[str, Any], text: str) -> None:
+    with pytest.raises(VendorError, match=re.escape(text)):
+        require_whole(Faulty(**instead))
 
 
 @pytest.mark.parametrize(("given", "meant"), [("compute_wide", "computes_wide"), ("layout_cost", "layout_costs")])
@@ -343,6 +448,40 @@ def test_packages_that_are_no_vendors_and_one_more_for_the_cpu(tmp_path: Path) -
         check=False,
     )
     assert done.stdout.split()[-1:] == ["found"], done.stderr
+
+
+def test_two_packages_with_vendors_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Whichever is found first would otherwise compile, silently."""
+    code = """
+        from dicp import info, scaffold, vendor
+        from dicp.errors import OptionError, VendorError
+        from pathlib import Path
+        assert "is in two packages" in info.collect()["vendors"]["toy"]
+        try:
+            vendor.get("toy")
+        except VendorError as error:
+            assert "toy:vendor, of the package toy" in str(error), error
+            assert "other:vendor, of the package other" in str(error), error
+        assert vendor.for_device("cpu").name == "cpu_graph"
+        try:
+            scaffold.write("cpu_graph", Path("nowhere"))
+        except OptionError as error:
+            print("refused" if "there is a vendor 'cpu_graph' already" in str(error) else error)
+    """
+    env = installed(tmp_path)
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dicp.vendors]\ntoy = other:vendor\n")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.split()[-1:] == ["refused"], done.stderr
 
 
 def test_installed_package_is_found_by_its_entry_points(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_a_tangent_is_refused() -> None:
         (lambda x: [x[0]], "torch.float32 [4], where torch.float32 [1, 4] is due"),
         (lambda x: x, "gave Tensor, where a tuple or list is due"),
         (lambda x: [x, x], "gave 2 results, where 1 are due"),
+        (lambda x: [x.to("meta")], "on meta, where one on cpu is due"),
     ],
 )
 def test_a_part_that_gives_something_else(gives: Callable[..., Any], text: str) -> None:
@@ -109,8 +110,8 @@ def test_a_build_that_gives_no_function() -> None:
 @pytest.mark.parametrize(
     ("gives", "text"),
     [
-        (lambda x: [x], r"result 0, of mul .*shares the memory of an input"),
-        (lambda x: [x.add_(1) * 1], "input 0 was written"),
+        (lambda x: [x], r"gave as result 1 of 1, of mul .*, memory of an input"),
+        (lambda x: [x.add_(1) * 1], r"toy_graph: .* wrote input 0 \(arg0_1\)"),
     ],
 )
 def test_verified_calls_find_what_only_shows_later(

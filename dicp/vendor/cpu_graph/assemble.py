@@ -6,16 +6,18 @@ import contextlib
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dicp.config import Config
+from dicp.ir.kernel import Kernel
 from dicp.runtime.failure import check_failure
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import NativeSegment, Runner
 from dicp.schedule.defs import Call, Lowered, View
 from dicp.schedule.kernels import Launch
 from dicp.schedule.memory import MemoryPlan
+from dicp.vendor.asking import emitted
 from dicp.vendor.cpu_graph import codegen, toolchain
 from dicp.vendor.cpu_graph.build import Build, Library, Unit
 from dicp.vendor.cpu_graph.idioms import shortened
@@ -95,7 +97,7 @@ def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
         segments = [Unit(f"{program.name}_segments", source, lines, effort="none")]
     build: Build = program.begun
     build.submit([*templates.values(), *segments])  # while kernels are written
-    units = [*templates.values(), *kernel_units(program, names, config), *segments]
+    units = [*templates.values(), *kernel_units(program, config), *segments]
     program.sources = {f"{u.name}.cpp": u.source for u in units}
     library = build.finish(units)
     natives = {step.number: _native(writer, library, program, units[-1], config) for step, writer in writers}
@@ -108,19 +110,15 @@ def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
     return call
 
 
-def kernel_units(program: Program, names: Mapping[str, str], config: Config) -> list[Unit]:
+def kernel_units(program: Program, config: Config) -> list[Unit]:
     """The translation units; equal kernels are emitted once."""
     lanes = toolchain.lanes(config)
     prepared = (lambda kernel: kernel) if config.numerics == "eager" else shortened
-    distinct: dict[str, Launch] = {}
-    for launch in program.launches:
-        distinct.setdefault(launch.kernel.digest, launch)
-    texts = outline(
-        [
-            Emitted(names[d], codegen.emit(prepared(launch.kernel), names[d], lanes), launch.kernel.origins)
-            for d, launch in distinct.items()
-        ]
-    )
+
+    def write(kernel: Kernel, name: str) -> Emitted:
+        return Emitted(name, codegen.emit(prepared(kernel), name, lanes), kernel.origins)
+
+    texts = outline(list(emitted(program, write).values()))
     units = []
     size = min(MOST, max(LEAST, -(-len(texts) // UNITS)))
     for k in range(0, len(texts), size):

@@ -29,6 +29,7 @@ from dicp.runtime.runner import Runner
 from dicp.runtime.workers import worker_count
 from dicp.schedule.defs import Buffer, Call, View, views
 from dicp.schedule.kernels import Launch
+from dicp.vendor.asking import emitted
 from dicp.vendor.cuda_graph import codegen
 from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.module import Source
@@ -41,6 +42,7 @@ MAX_WORKERS = 8
 
 def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
     """The function that runs the program. Raises BuildError, NoCompileError."""
+    program.verify &= not config.cuda_graphs  # nothing waits for a device that is captured
     sources = emit_all(program, config)
     program.sources = {f"{s.name}.py": s.text for s in sources.values()}
     start = time.perf_counter()
@@ -61,11 +63,9 @@ def assemble(program: Program, config: Config) -> Callable[[list[Any]], Any]:
 def emit_all(program: Program, config: Config) -> dict[str, Source | Template]:
     """Each distinct kernel once, by digest."""
     exact = config.numerics == "eager"
-    kernels = {launch.kernel.digest: launch.kernel for launch in program.launches}
-    out: dict[str, Source | Template] = {
-        digest: codegen.emit(kernels[digest], config.interpret, exact, name)
-        for digest, name in program.kernel_names().items()
-    }
+    out: dict[str, Source | Template] = dict(
+        emitted(program, lambda kernel, name: codegen.emit(kernel, config.interpret, exact, name))
+    )
     for call in program.library_calls:
         for made in template_launches(call):
             out.setdefault(made.template.digest, made.template)

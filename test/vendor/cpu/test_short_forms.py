@@ -29,7 +29,7 @@ def source(
 ) -> str:
     """The C++ of a function's kernels, without comments: they quote the lines of this file."""
     program = compiled(f, shape, numerics=numerics)
-    units = kernel_units(program, program.kernel_names(), Config(numerics=numerics))
+    units = kernel_units(program, Config(numerics=numerics))
     return re.sub("//.*", "", "\n".join(unit.source for unit in units))
 
 
