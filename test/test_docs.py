@@ -5,6 +5,7 @@ EXPECTTEST_ACCEPT=1 writes what it prints into the page.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -214,13 +215,13 @@ def test_ops_of_the_page_agree_with_eager(model: object, dynamic: bool) -> None:
         torch.testing.assert_close(compiled(low), model(low), rtol=3e-2, atol=3e-2)
 
 
-def test_page_on_vendors_shows_what_the_toy_emits() -> None:
+@pytest.mark.parametrize("block", ["python toy", "c toy_loops"])
+def test_page_on_vendors_shows_what_the_examples_emit(block: str) -> None:
     from lowered import compiled
 
-    from dicp.scaffold import toy
-
+    example = importlib.import_module(f"dicp.scaffold.{block.split()[1]}")
     (launch,) = compiled(lambda x: x.exp().sum(1), (4, 8)).launches
-    assert dict(blocks("adding_a_vendor.md"))["python toy"] == toy.emit(launch.kernel, "k")
+    assert dict(blocks("adding_a_vendor.md"))[block] == example.emit(launch.kernel, "k")
 
 
 def test_page_on_vendors_lists_the_whole_protocol() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dicp.errors import OptionError
-from dicp.scaffold import EXAMPLES, __main__, render, write
+from dicp.scaffold import EXAMPLES, Kind, __main__, render, write
 
 
 def run(*arguments: object, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
@@ -25,11 +25,11 @@ def run(*arguments: object, cwd: Path, path: Path) -> subprocess.CompletedProces
     )
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["kernels", "graphs"])
+@pytest.fixture(scope="module", params=EXAMPLES)
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A vendor's package, and where it is installed to."""
     folder, site = tmp_path_factory.mktemp("new"), tmp_path_factory.mktemp("site")
-    options = ["--graphs"] if request.param else []
+    options = [] if request.param == "kernels" else [f"--{request.param}"]
     assert __main__.main(["my_chip2", *options, "--into", str(folder)]) == 0
     written = folder / "my_chip2"
     # no network: neither pip's isolated builds nor dependencies
@@ -53,9 +53,9 @@ def test_the_conformance_suite_knows_it(package: tuple[Path, Path]) -> None:
     assert "backend my_chip2" in done.stdout and " 0 fail," in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("graphs", EXAMPLES)
-def test_no_other_name_is_left_in_it(graphs: bool) -> None:
-    for path, text in render("acme", graphs).items():
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_no_other_name_is_left_in_it(kind: Kind) -> None:
+    for path, text in render("acme", kind).items():
         assert "toy" not in text.lower() and "scaffold" not in text, path
 
 
@@ -65,6 +65,12 @@ def test_names_that_will_not_do(name: str, tmp_path: Path, capsys: pytest.Captur
         write(name, tmp_path)
     assert __main__.main([name, "--into", str(tmp_path)]) == 2 and not list(tmp_path.iterdir())
     assert "dicp.scaffold: " in capsys.readouterr().err
+
+
+def test_a_package_is_of_one_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["acme", "--loops", "--graphs", "--into", str(tmp_path)])
+    assert "not allowed with argument" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
 """A new vendor's package, to start from: the worked example of docs/adding_a_vendor.md under another name,
 with its entry points and tests.
 
-The examples are modules of this package, toy.py and toy_graph.py, and run as they are; what is written is
-their text, with their names replaced.
+The examples are modules of this package, toy.py, toy_loops.py and toy_graph.py, and run as they are; what is
+written is their text, with their names replaced.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ import keyword
 import re
 from pathlib import Path
 from string import Template
+from typing import Literal
 
 from dicp.errors import OptionError
 from dicp.vendor import names as vendor_names
 
 HERE = Path(__file__).parent
-EXAMPLES = {False: "toy", True: "toy_graph"}  # by whether the toolchain takes graphs
+Kind = Literal["kernels", "loops", "graphs"]
+"""What the vendor's toolchain takes: kernels of whole tensors, kernels as loops in C, or graphs."""
+EXAMPLES: dict[Kind, str] = {"kernels": "toy", "loops": "toy_loops", "graphs": "toy_graph"}
+_CHIPS: dict[Kind, str] = {
+    "kernels": "torch itself",
+    "loops": "this machine, by its C compiler",
+    "graphs": "NumPy",
+}
 
 _PYPROJECT = Template("""\
 [build-system]
@@ -62,15 +70,24 @@ $steps
 dicp's docs/adding_a_vendor.md tells what each function owes, docs/conformance.md what the suite compares.
 """)
 
-_STEPS = {
-    False: """\
+_STEPS: dict[Kind, str] = {
+    "kernels": """\
 1. `available`: what is missing, and what to do, where your driver or compiler is not there.
 2. `WORDS`, `spelled` and `place`: how your language spells a primitive and a position. Then `emit`: a kernel.
 3. `assemble`: compile, load, call. `device`, once tensors live on it.
 4. `fingerprint`: text that changes with your compiler, or programs of the old one are found in caches.
 5. `CLAIMS`: the ops that your libraries do better, one at a time.
 6. `machine`: threads, lanes, cache: what fusion is measured by.""",
-    True: """\
+    "loops": """\
+1. `compiler` and `available`: your kernel compiler's command; what is missing, and what to do, without it.
+2. `RUNTIME` and `build`: what your compiler needs before kernels and on its command line, and how their
+   functions are loaded and called. `device`, once tensors live on it.
+3. `WORDS`, `INTEGERS`, `FOLDS`, `TYPES`: how your language spells primitives, reductions and dtypes. Then
+   `emit`: the outer loops become your chip's threads. `words` are the names that have a spelling.
+4. `fingerprint`: text that changes with your compiler, or programs of the old one are found in caches.
+5. `CLAIMS`: the ops that your libraries do better, one at a time.
+6. `machine`: threads, lanes, cache: what fusion is measured by.""",
+    "graphs": """\
 1. `available`: what is missing, and what to do, where your driver or compiler is not there.
 2. `CALLS`, `DTYPES` and `supports`: which calls your toolchain takes. Every other runs in eager PyTorch, and
    `dicp.explain` lists it.
@@ -80,9 +97,9 @@ _STEPS = {
 }
 
 
-def render(name: str, graphs: bool = False) -> dict[str, str]:
-    """The package's files by path. graphs: of a vendor whose toolchain takes graphs."""
-    example = EXAMPLES[graphs]
+def render(name: str, kind: Kind = "kernels") -> dict[str, str]:
+    """The package's files by path."""
+    example = EXAMPLES[kind]
 
     def renamed(text: str) -> str:
         text = text.replace(f"from dicp.scaffold import {example}\n", f"import {name}\n")
@@ -90,16 +107,15 @@ def render(name: str, graphs: bool = False) -> dict[str, str]:
         return text.replace(_camel(example), _camel(name))
 
     checks = (HERE / "checks.py").read_text().replace("toy", example)
-    chip = "NumPy" if graphs else "torch itself"
     return {
         "pyproject.toml": _PYPROJECT.substitute(name=name),
-        "README.md": _README.substitute(name=name, chip=chip, steps=_STEPS[graphs]),
+        "README.md": _README.substitute(name=name, chip=_CHIPS[kind], steps=_STEPS[kind]),
         f"{name}/__init__.py": renamed((HERE / f"{example}.py").read_text()),
         f"tests/test_{name}.py": renamed(checks),
     }
 
 
-def write(name: str, into: Path, graphs: bool = False) -> Path:
+def write(name: str, into: Path, kind: Kind = "kernels") -> Path:
     """Write the package into a new folder of its name. Raises OptionError for a name that cannot be a
     module's or is taken, FileExistsError."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
@@ -110,7 +126,7 @@ def write(name: str, into: Path, graphs: bool = False) -> Path:
         raise OptionError(f"there is a vendor {name!r} already", todo="choose another name")
     folder = into / name
     folder.mkdir(parents=True)
-    for path, text in render(name, graphs).items():
+    for path, text in render(name, kind).items():
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(text)
     return folder
@@ -120,4 +136,4 @@ def _camel(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-__all__ = ["EXAMPLES", "render", "write"]
+__all__ = ["EXAMPLES", "Kind", "render", "write"]

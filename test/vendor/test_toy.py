@@ -1,4 +1,4 @@
-"""An out-of-tree kernel vendor, as docs/adding_a_vendor.md tells it."""
+"""Out-of-tree kernel vendors, as docs/adding_a_vendor.md tells of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import dicp
 from dicp.compiler import observe
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import backend_for
-from dicp.errors import CacheError, VendorError
+from dicp.errors import BuildError, CacheError, VendorError
 from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
-from dicp.scaffold import render, toy
+from dicp.scaffold import render, toy, toy_loops
 from dicp.vendor.asking import asked, emitted, has, require_whole
 from dicp.vendor.base import HOOKS, Claim, GraphVendor, LayoutCosts, Vendor, VendorBase
 
@@ -67,12 +67,16 @@ CASES = {
 }
 
 
+by_example = pytest.mark.parametrize("example", [toy, toy_loops], ids=["toy", "toy_loops"])
+
+
+@by_example
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_agrees_with_eager(name: str, dynamic: bool) -> None:
+def test_agrees_with_eager(name: str, dynamic: bool, example: Any) -> None:
     fn, *args = CASES[name]
     torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=toy.backend, dynamic=dynamic, fullgraph=True)
+    compiled = torch.compile(fn, backend=example.backend, dynamic=dynamic, fullgraph=True)
     for _ in range(2):
         mine, theirs = [a.clone() for a in args], [a.clone() for a in args]
         got, want = compiled(*mine), fn(*theirs)
@@ -346,34 +350,52 @@ def test_a_vendor_may_have_no_kernels_for_an_op() -> None:
     assert len(program.launches) == 1
 
 
-def test_trains() -> None:
+@by_example
+def test_trains(example: Any) -> None:
     torch._dynamo.reset()
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 2)
     )
     x, y = r(5, 6), torch.tensor([0, 1, 1, 0, 1])
-    F.cross_entropy(torch.compile(model, backend=toy.backend)(x), y).backward()
+    F.cross_entropy(torch.compile(model, backend=example.backend)(x), y).backward()
     mine = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     F.cross_entropy(model(x), y).backward()
     torch.testing.assert_close(mine, [p.grad for p in model.parameters()], rtol=1e-4, atol=1e-5)
 
 
-def test_index_out_of_range() -> None:
+@by_example
+def test_index_out_of_range(example: Any) -> None:
     torch._dynamo.reset()
-    f = torch.compile(lambda w, i: F.embedding(i, w), backend=toy.backend)
+    f = torch.compile(lambda w, i: F.embedding(i, w), backend=example.backend)
     with pytest.raises(IndexError, match=Path(__file__).name):
         f(r(9, 5), torch.tensor([9]))
 
 
-def test_claims_become_library_calls_and_the_rest_kernels() -> None:
+@by_example
+def test_the_check_that_failed_is_the_one_told(example: Any) -> None:
+    """Of several kernels' checks, those of a kernel counted from its first."""
+    torch._dynamo.reset()
+    f = torch.compile(lambda w, i, j, n: ((w[i].exp() @ w.t())[:, j] + 1, i // n), backend=example.backend)
+    w, at, bad, one = r(4, 4), torch.tensor([1, 3]), torch.tensor([1, 4]), torch.tensor([1, 2])
+    torch.testing.assert_close(f(w, at, at, one), ((w[at].exp() @ w.t())[:, at] + 1, at // one))
+    for i, j in ((bad, at), (at, bad)):
+        with pytest.raises(IndexError):
+            f(w, i, j, one)
+    with pytest.raises(ZeroDivisionError):
+        f(w, at, at, one - 1)
+
+
+@by_example
+def test_claims_become_library_calls_and_the_rest_kernels(example: Any) -> None:
     torch._dynamo.reset()
     found = []
     with observe(found.append):
-        torch.compile(block, backend=toy.backend)(r(4, 8), r(8, 8), r(8))
+        torch.compile(block, backend=example.backend)(r(4, 8), r(8, 8), r(8))
     (program,) = [c.program for c in found]
     assert [c.claim.name for c in program.library_calls] == ["mm"] and not program.externs  # addmm: mm, add
-    assert "def " in program.sources["kernels.py"] and "torch.mm(" in program.sources["call.py"]
+    kernels = program.sources["kernels.py" if example is toy else "kernels.c"]
+    assert ("def " if example is toy else "for (") in kernels and "torch.mm(" in program.sources["call.py"]
 
 
 def test_spells_every_primitive() -> None:
@@ -382,6 +404,49 @@ def test_spells_every_primitive() -> None:
         word = toy.WORDS[op]
         if word.startswith("torch."):
             assert hasattr(torch, word.removeprefix("torch.").split("(")[0]), op
+
+
+def test_loops_spell_what_c_has() -> None:
+    lacking = {"digamma", "erfinv", "gcd", "lcm"}
+    assert UNARY | BINARY | TERNARY == set(toy_loops.WORDS) | lacking
+    assert toy_loops.ToyLoops.words == (UNARY | BINARY | TERNARY) - lacking | toy_loops.REDUCTIONS | {"scan"}
+
+
+def test_what_a_mask_guards_is_in_a_branch() -> None:
+    from lowered import compiled
+
+    (launch,) = compiled(lambda x: F.pad(x, (1, 0)).exp(), (3,)).launches
+    text = toy_loops.emit(launch.kernel, "k")
+    assert text.index("if (") < text.index("= b0[") < text.index("exp(") and text.count("}") == 3, text
+
+
+def test_values_come_before_the_stores_that_disturb_them() -> None:
+    """Each input is written with what the other held."""
+
+    def swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        kept = x.clone()
+        x.copy_(y + 1)
+        y.copy_(kept * 2)
+        return x.sum()
+
+    torch._dynamo.reset()
+    x, y = r(5), r(5)
+    mine, theirs = (x.clone(), y.clone()), (x.clone(), y.clone())
+    got = torch.compile(swap, backend=toy_loops.backend)(*mine)
+    torch.testing.assert_close((got, *mine), (swap(*theirs), *theirs))
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert toy_loops.vendor.available(None) is None
+    monkeypatch.setenv("CC", "no-such-cc -m64")
+    assert toy_loops.compiler()[0] in ("cc", "gcc")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "install gcc" in toy_loops.vendor.available(None)
+
+
+def test_what_the_compiler_refuses_is_told() -> None:
+    with pytest.raises(BuildError, match="refused the kernels"):
+        toy_loops.build("int k(", {})
 
 
 def test_emitted_kernel_reads_like_the_kernel() -> None:
