@@ -56,6 +56,11 @@ from 32: kernel cat(arg0_1: f32, buf1: f32*)
         (lambda x: x.triu() + 1, [(64, 64)], [0]),  # the other axis decides, too
         (lambda x: x + 1, [(8, 64)], [0]),
         (lambda x: torch.cat([x] * (MOST + 1), 1) + 1, [(8, 16)], [0]),  # too much text
+        (lambda x: x.roll(5, 1) + 1, [(8, 200)], [0, 5]),
+        (lambda x: x.repeat(1, 3) + 1, [(8, 150)], [0, 150, 300]),
+        (lambda x: x.roll(3, 1) + 1, [(8, 56)], [0]),  # short enough to gather from constant places
+        (lambda x: x.repeat(1, 9) + 1, [(8, 5)], [0]),  # begins again too often
+        (lambda x: x.roll(16, 0) + 1, [(64, 64)], [0]),  # by rows
     ],
 )
 def test_where_ranges_begin(fn, shapes, starts) -> None:

@@ -8,7 +8,6 @@ would gather its elements one by one; along one of its parts they lie side by si
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,19 +16,19 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, accessed, rewrite_body
-from dicp.vendor.cpu_graph.lane_strides import lane_repeats, lane_stride
+from dicp.vendor.cpu_graph.lane_strides import Walk, is_read, walk
 from dicp.vendor.cpu_graph.loops import choose_shape
 
 
 def split_axes(kernel: Kernel, lanes: int) -> Kernel:
     """The kernel, with the axis of its vectors in parts where an element takes fewer operations then."""
-    positions = [i for i in accessed(kernel.body) if not _read(i)]
+    positions = [i for i in accessed(kernel.body) if not is_read(i)]
     if not any(isinstance(a, (ix.Div, ix.Mod)) for i in positions for a in ix.atoms(i)):
         return kernel
     axis = choose_shape(kernel, lanes).vector
     if axis is None or axis.reduced or axis.serial or not isinstance(axis.size, int):
         return kernel
-    divided = [i for i in positions if _walk(i, axis, lanes) == _Walk.DIVIDED]
+    divided = [i for i in positions if walk(i, axis.var, lanes) == Walk.DIVIDED]
     lengths = _lengths(divided, axis.var, axis.size)
     if len(lengths) < 2:
         return kernel
@@ -39,33 +38,12 @@ def split_axes(kernel: Kernel, lanes: int) -> Kernel:
     return split if fewer else kernel
 
 
-class _Walk(enum.IntEnum):
-    """How a vector reaches a position: at once, element by element, and that after a division; as
-    operations of an element."""
-
-    TOGETHER = 0
-    APART = 1
-    DIVIDED = 2
-
-
-def _walk(i: Index, axis: Axis, lanes: int) -> _Walk:
-    step = lane_stride(i, axis.var, lanes)
-    if step in (0, 1) or lane_repeats(i, axis.var, lanes) is not None:
-        return _Walk.TOGETHER
-    return _Walk.DIVIDED if step is None else _Walk.APART
-
-
 def _operations(kernel: Kernel, axis: Axis, lanes: int) -> float:
     """Of an element, with vectors along the axis: its share of a vector's, and its own."""
     together = sum(ex.cost(s.value) for s in kernel.body)
     filled = min(lanes, axis.size) if isinstance(axis.size, int) else lanes
-    own = [_walk(i, axis, lanes) for i in accessed(kernel.body) if not _read(i)]
-    return (together + own.count(_Walk.TOGETHER)) / filled + sum(own)
-
-
-def _read(i: Index) -> bool:
-    """Whether something in it is read from memory."""
-    return any(isinstance(a, ix.Opaque) for a in ix.atoms(i))
+    own = [walk(i, axis.var, lanes) for i in accessed(kernel.body) if not is_read(i)]
+    return (together + own.count(Walk.TOGETHER)) / filled + sum(own)
 
 
 def _lengths(indices: Iterable[Index], var: Var, size: int) -> list[int]:

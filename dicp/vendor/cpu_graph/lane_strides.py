@@ -6,8 +6,32 @@ from it; the rest grows by one: what merged dims of lengths that fill vectors re
 
 from __future__ import annotations
 
+import enum
+
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Poly, Var
+
+
+class Walk(enum.IntEnum):
+    """How a vector reaches a position: at once, element by element, and that after a division; as
+    operations of an element."""
+
+    TOGETHER = 0
+    APART = 1
+    DIVIDED = 2
+
+
+def walk(i: Index, axis: Var, lanes: int) -> Walk:
+    """Of vectors along the axis. Nothing in the position is read from memory."""
+    step = lane_stride(i, axis, lanes)
+    if step in (0, 1) or lane_repeats(i, axis, lanes) is not None:
+        return Walk.TOGETHER
+    return Walk.DIVIDED if step is None else Walk.APART
+
+
+def is_read(i: Index) -> bool:
+    """Whether something in the position is read from memory."""
+    return any(isinstance(a, ix.Opaque) for a in ix.atoms(i))
 
 
 def lane_stride(i: Index, axis: Var, lanes: int) -> Index | None:
@@ -64,4 +88,4 @@ def _begins_vectors(i: Index, axis: Var, lanes: int) -> bool:
     return rest % lanes == 0 if isinstance(rest, int) else all(c % lanes == 0 for _, c in rest.terms)
 
 
-__all__ = ["lane_repeats", "lane_stride"]
+__all__ = ["Walk", "is_read", "lane_repeats", "lane_stride", "walk"]
