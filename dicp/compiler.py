@@ -32,8 +32,8 @@ from dicp.schedule.lower import lower
 from dicp.schedule.memory import plan_memory
 from dicp.schedule.partition import partition
 from dicp.tuning.choose import choose_claims
-from dicp.vendor.asking import asked, remedy
-from dicp.vendor.base import AnyVendor, Vendor, takes_graphs
+from dicp.vendor.asking import asked, fingerprint, has
+from dicp.vendor.base import AnyVendor, Vendor, VendorBase, takes_graphs
 
 _numbers = itertools.count()
 _observers: list[Callable[[Compiled], None]] = []
@@ -81,8 +81,8 @@ def compile_graph(
     Raises UnsupportedOp (strict mode), BuildError, ToolchainError, VerifyError.
     """
     register()
-    if not isinstance(told := asked(vendor).fingerprint(config), str):
-        raise VendorError(f"{vendor.name}.fingerprint gave {told!r}, which is no text", todo=remedy(vendor))
+    if not has(vendor, VendorBase.load):  # of others, keys are made of it
+        fingerprint(asked(vendor), config)
     name = f"graph{next(_numbers)}_{role}"
     mark_frozen(gm, weights or {})
     with Progress(name) as progress:

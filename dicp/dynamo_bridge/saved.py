@@ -29,7 +29,7 @@ from dicp.runtime.dump import say
 from dicp.runtime.entry import content_hash
 from dicp.runtime.failure import refuse_without_memory
 from dicp.runtime.frozen import Frozen
-from dicp.vendor.asking import asked, has, unwrapped
+from dicp.vendor.asking import asked, fingerprint, has, unwrapped
 from dicp.vendor.base import AnyVendor, VendorBase
 
 # the vendor and the config of the compile that torch loads something for
@@ -238,7 +238,7 @@ def cache_tag(
         sources_digest(),
         vendor.name,
         vendor_digest(unwrapped(vendor)),
-        vendor.fingerprint(config),
+        fingerprint(vendor, config),
         config.fingerprint(),
         torch.get_num_threads(),
         torch.get_default_dtype(),

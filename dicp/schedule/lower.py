@@ -276,8 +276,8 @@ class Lowering(DefinitionBuilder):
                 host_step(self, self.floats.pop(symbol))
 
     def _unspelled(self, result: Any, before: int) -> list[str]:
-        """What kernels for a rule's result would need that the vendor has no words for. The definitions that
-        the rule made, from number `before`, are left unread where there is any."""
+        """What kernels for a rule's result would need that the vendor has no words for. Where there is any,
+        what the rule defined, from number `before`, is taken back: a scatter is an effect."""
         words = self.vendor.words
         assert words is not None
         values = result if isinstance(result, (tuple, list)) else [result]
@@ -287,7 +287,11 @@ class Lowering(DefinitionBuilder):
             exprs += [d.expr] if isinstance(d, (Pointwise, Reduction, Scatter)) else []
             needs += [d.kind, *(["scan"] if d.scan else [])] if isinstance(d, Reduction) else []
         needs += [e.op for e in ex.walk(*exprs) if e.op in ex.PRIMITIVES]
-        return [need for need in dict.fromkeys(needs) if need not in words]
+        lacking = [need for need in dict.fromkeys(needs) if need not in words]
+        if lacking:
+            del self.out.defs[before:]
+            self.in_place.pop(self.node, None)  # type: ignore[arg-type]
+        return lacking
 
     # -- materialising -------------------------------------------------------------------------------------
 

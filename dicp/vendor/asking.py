@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.fx as fx
 
+from dicp.config import Config
 from dicp.errors import REPORT, DicpError, VendorError
 from dicp.ir.kernel import Kernel
 from dicp.ir.printer import user_location
@@ -54,6 +55,14 @@ class Asked:
             about, where = _about(args)
             what = f"{self._vendor.name}.{name} failed{about}: {type(e).__name__}: {e}"
             raise VendorError(what, where=where, todo=remedy(self._vendor)) from e
+
+
+def fingerprint(vendor: AnyVendor, config: Config) -> str:
+    """What the vendor's code depends on. Raises VendorError where that is no text."""
+    told = vendor.fingerprint(config)
+    if not isinstance(told, str):
+        raise VendorError(f"{vendor.name}.fingerprint gave {told!r}, which is no text", todo=remedy(vendor))
+    return told
 
 
 def emit(writer: Any, call: Any) -> None:
@@ -158,4 +167,15 @@ def _require_device(device: Any, whose: str) -> None:
         raise VendorError(what, todo='name one: "cpu", "cuda", or what your torch extension registers')
 
 
-__all__ = ["Asked", "asked", "claim_error", "emit", "emitted", "has", "remedy", "require_whole", "unwrapped"]
+__all__ = [
+    "Asked",
+    "asked",
+    "claim_error",
+    "emit",
+    "emitted",
+    "fingerprint",
+    "has",
+    "remedy",
+    "require_whole",
+    "unwrapped",
+]

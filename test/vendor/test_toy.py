@@ -242,6 +242,22 @@ def test_what_lacks_a_word_is_an_extern() -> None:
     assert seen == [{f"extern:aten.{op}" for op in ("sin.default", "amax.default", "cumsum.default")}]
 
 
+def test_what_lacks_a_word_happens_once() -> None:
+    """The scatter that lowering made before it met the word is gone."""
+
+    def fn(x: torch.Tensor, i: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.index_add_(0, i, y, alpha=2)
+        return x + 1
+
+    for words in (toy.vendor.words, toy.vendor.words - {"mul"}):
+        torch._dynamo.reset()
+        mine, i, y = torch.zeros(3, 4), torch.tensor([1, 1]), torch.ones(2, 4)
+        theirs = mine.clone()
+        run = torch.compile(fn, backend=backend_for(Faulty(words=words)))
+        torch.testing.assert_close(run(mine, i, y), fn(theirs, i, y))
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize(
     ("instead", "text"),
     [
