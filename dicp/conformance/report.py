@@ -231,7 +231,7 @@ def text(report: Report, verbose: bool = False) -> str:
     ]
     lines += _table("by grade", tally(report.operators, "grade")) + [""]
     lines += _table("by category", tally(report.operators, "category")) + [""]
-    lines += _table("by dtype", by_dtype(report.operators)) + [""]
+    lines += _table("once in each dtype", by_dtype(report.operators)) + [""]
     mine, theirs = beside_inductor(report.operators)
     if theirs:
         lines.append(

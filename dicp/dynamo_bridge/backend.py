@@ -97,8 +97,10 @@ def _compile(
     from dicp.dynamo_bridge.aot import compile_joint
     from dicp.dynamo_bridge.constant_masks import fold_masks
     from dicp.errors import DicpError, VendorError
+    from dicp.vendor import require_one
     from dicp.vendor.asking import asked, remedy
 
+    require_one(given.name)
     config, vendor = Config.make(mode, options), asked(given)
     problem = vendor.available(config)
     if problem is not None and not isinstance(problem, str):

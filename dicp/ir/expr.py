@@ -65,6 +65,8 @@ BINARY = frozenset(
 )
 TERNARY = frozenset(["where", "fma"])
 PRIMITIVES = UNARY | BINARY | TERNARY
+STRUCTURE = frozenset("const index load at ref cast round masked check nonzero".split())
+"""What is no primitive: every vendor writes it."""
 TO_BOOL = frozenset("lt le gt ge eq ne land lor lxor lnot isnan isinf signbit".split())
 CHECKS = ("check", "nonzero")  # the last argument is the check's number
 # What takes a call, or a polynomial of many terms.

@@ -186,7 +186,7 @@ class _Writer:
 def _label(part: Part, vendor: str) -> str:
     calls = [n for n in part.gm.graph.nodes if n.op == "call_function"]
     first, last = (maker(n) for n in (calls[0], calls[-1]))
-    return f"{vendor}: part {part.number}, of {part.calls} calls from {first} to {last}"
+    return f"{vendor}: part {part.number} ({part.calls} calls, from {first} to {last})"
 
 
 def _in_order(t: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -80,13 +80,13 @@ def check_results(
 ) -> None:
     """Raises the error, which begins with whose results they are."""
     if not isinstance(found, (tuple, list)):
-        raise error(f"{whose}, gave {type(found).__name__}, where a tuple or list is due", todo=todo)
+        raise error(f"{whose} gave {type(found).__name__}, where a tuple or list is due", todo=todo)
     if len(found) != len(due):
-        raise error(f"{whose}, gave {len(found)} results, where {len(due)} are due", todo=todo)
+        raise error(f"{whose} gave {len(found)} of {len(due)} results", todo=todo)
     for k, (t, one) in enumerate(zip(found, due, strict=True)):
         if one is not None and (wrong := one.mismatch(t)):
             which = f"result {k + 1} of {len(found)}, of {one.made_by}"
-            raise error(f"{whose}, gave as {which}, {wrong}", todo=todo)
+            raise error(f"{whose} gave as {which}, {wrong}", todo=todo)
 
 
 class Checked:
@@ -132,7 +132,7 @@ class Verified:
         for k, was in before.items():
             if not _same(given[k], was):
                 wrong = f"wrote input {k} ({self.names[k]}), which the graph does not do"
-                raise VerifyError(f"{self.label}, {wrong}", todo=self.todo)
+                raise VerifyError(f"{self.label} {wrong}", todo=self.todo)
         return results
 
     def _check_results(self, results: Any, given: Sequence[torch.Tensor]) -> None:
@@ -143,7 +143,7 @@ class Verified:
             if given_away and t.untyped_storage().data_ptr() in storages:
                 which = f"result {k + 1} of {len(results)}, of {due.made_by}"  # type: ignore[union-attr]
                 wrong = f"gave as {which}, memory of an input, of which it is no view"
-                raise VerifyError(f"{self.label}, {wrong}", todo=self.todo)
+                raise VerifyError(f"{self.label} {wrong}", todo=self.todo)
 
 
 def _is_plain(t: Any) -> bool:

@@ -21,10 +21,10 @@ import torch
 import torch.fx as fx
 
 import dicp
-from dicp.errors import BuildError, check_error
+from dicp.errors import BuildError, VendorError, check_error
 from dicp.ir import index as ix
 from dicp.ir.dependence import Dependence
-from dicp.ir.expr import Expr, children
+from dicp.ir.expr import CHECKS, Expr, children
 from dicp.ir.index import Index
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, identity
 from dicp.ir.phases import is_full, phases
@@ -357,6 +357,18 @@ def place(i: Index, names: Mapping[Expr, str]) -> str:
     )
 
 
+def checks(kernel: Kernel) -> int:
+    """How many run-time checks it makes: numbers below that."""
+    return 1 + max((e.args[-1] for s in kernel.body for e in s.expressions if e.op in CHECKS), default=-1)
+
+
+def failed(kernel: str, messages: Sequence[str], code: int) -> Exception:
+    """What a kernel's return code stands for. messages: of its checks."""
+    if 0 < code <= len(messages):
+        return check_error(messages[code - 1])
+    return VendorError(f"the kernel {kernel} of {len(messages)} checks returned {code}, which is none's code")
+
+
 def compiler() -> list[str]:
     """The C compiler's command; nothing where there is none."""
     commands = map(shlex.split, (os.environ.get("CC", ""), "cc", "gcc"))
@@ -371,7 +383,10 @@ def build(source: str, kernels: Mapping[str, Kernel]) -> dict[str, Callable[...,
         command = [*compiler(), *FLAGS, "-o", str(library), str(file), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BuildError(f"{command[0]} refused the kernels", message=done.stderr[:2000])
+            lines = dict.fromkeys(line for k in kernels.values() for line in k.origins)
+            todo = "repair what toy_loops writes: DICP_DUMP=<folder> keeps kernels.c"
+            said = done.stderr[:2000].replace(f"{folder}{os.sep}", "")
+            raise BuildError(f"{command[0]} refused the kernels", message=said, where=[*lines], todo=todo)
         loaded = ctypes.CDLL(str(library))
     for name, k in kernels.items():
         getattr(loaded, name).argtypes = [ctypes.c_void_p] * len(k.params) + [ctypes.c_int64] * len(k.sizes)
@@ -390,8 +405,10 @@ class ToyLoopsRunner(Runner):
             if isinstance(item, Launch):
                 args = [f"{self.flat(b)}.data_ptr()" for b in item.buffers]
                 args += [v.name for v in item.kernel.sizes]
-                self.line(f"code = {self.kernels[item.kernel.digest]}({', '.join(args)})")
-                self.line(f"if code: raise check_error(MESSAGES[{item.first_check} + code - 1])")
+                name, first = self.kernels[item.kernel.digest], item.first_check
+                self.line(f"code = {name}({', '.join(args)})")
+                messages = f"MESSAGES[{first}:{first + checks(item.kernel)}]"
+                self.line(f"if code: raise failed({name!r}, {messages}, code)")
             else:
                 self.claimed(item)
 
@@ -444,7 +461,7 @@ class ToyLoops:
         texts = emitted(program, emit)
         program.sources = {"kernels.c": "\n".join([RUNTIME, *texts.values()])}
         runner = ToyLoopsRunner(program)
-        runner.globals |= {"check_error": check_error, "MESSAGES": program.lowered.checks}
+        runner.globals |= {"failed": failed, "MESSAGES": program.lowered.checks}
         distinct = {runner.kernels[x.kernel.digest]: x.kernel for x in program.launches}
         runner.globals |= build(program.sources["kernels.c"], distinct) if distinct else {}
         call = runner.function()

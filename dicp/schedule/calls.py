@@ -43,10 +43,10 @@ def library(low: Lowering, node: fx.Node, claim: Any) -> Any:
     return _add_call(low, node, args, kwargs, claim, strides, "temp" if claim.out else "library")
 
 
-def left_over(low: Lowering, node: fx.Node, why: str) -> Any:
+def left_over(low: Lowering, node: fx.Node, why: str, todo: str = "") -> Any:
     """A node that neither a claim nor a rule serves: the vendor's own call of the aten op, else an extern."""
     claim = _aten_call(low, node)
-    return extern(low, node, why) if claim is None else library(low, node, claim)
+    return extern(low, node, why, todo) if claim is None else library(low, node, claim)
 
 
 def _aten_call(low: Lowering, node: fx.Node) -> Any:
@@ -129,8 +129,9 @@ def misused(low: Lowering, node: fx.Node) -> Any:
     return _extern(low, node, "eager refuses it")
 
 
-def extern(low: Lowering, node: fx.Node, why: str) -> Any:
-    _refuse_if_strict(low, node, why)
+def extern(low: Lowering, node: fx.Node, why: str, todo: str = "") -> Any:
+    """A call made from Python. why, todo: what strict mode says of it."""
+    _refuse_if_strict(low, node, why, todo)
     if places_in_memory(node):
         _refuse_parts(node)
     return _extern(low, node, why)
@@ -166,11 +167,13 @@ def overwrite(low: Lowering, copy: fx.Node, over: Buffer | Raw, source: Any) -> 
     low.out.defs.append(Call(written, note_of(copy), copy, (target, source), why=why))
 
 
-def _refuse_if_strict(low: Lowering, node: fx.Node, why: str) -> None:
+def _refuse_if_strict(low: Lowering, node: fx.Node, why: str, instead: str = "") -> None:
     if low.config.strict:
         where, name = user_location(node), low.vendor.name
         todo = "drop options={'strict': True} to run it as an extern aten call, or "
-        if getattr(node.target, "namespace", "") == "dicp":
+        if instead:
+            todo += instead
+        elif getattr(node.target, "namespace", "") == "dicp":
             todo += f"have {name}.claim give one for it, or {name}.supports refuse it"
         elif isinstance(node.target, torch._ops.OpOverload) and low.vendor.keeps(node.target):
             todo += f"have {name}.claim give one for it, or {name}.keeps leave it to be decomposed"

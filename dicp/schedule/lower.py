@@ -229,7 +229,9 @@ class Lowering(DefinitionBuilder):
         row = table().get(node.target)
         if row is not None and lowerable(node):
             if not self.vendor.emits(node):
-                return left_over(self, node, f"{self.vendor.name} emits no code for it")
+                name = self.vendor.name
+                todo = f"have {name}.emits take it, or {name}.claim give a claim for it"
+                return left_over(self, node, f"{name}.emits refuses {_dtypes(val)}", todo)
             if no_elements(val):
                 shape, dtype = self.meta(node)
                 return Value(shape, dtype, lambda idx: ex.const(0, dtype))
@@ -242,7 +244,9 @@ class Lowering(DefinitionBuilder):
             except Declined as e:
                 return left_over(self, node, str(e))
             if self.vendor.words is not None and (lacking := self._unspelled(result, before)):
-                return left_over(self, node, f"{self.vendor.name} has no word for {', '.join(lacking)}")
+                name, these = self.vendor.name, ", ".join(lacking)
+                todo = f"give {name} a word for {these}, or a claim for the op"
+                return left_over(self, node, f"{name} has no word for {these}", todo)
             return self._settle(node, result)
         return left_over(self, node, "no lowering and no library claim")
 
@@ -363,6 +367,12 @@ class Lowering(DefinitionBuilder):
             return rounded
 
         return Value(value.shape, value.dtype, element)
+
+
+def _dtypes(val: Any) -> str:
+    """Of what a call gives."""
+    tensors = [t for t in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(t, torch.Tensor)]
+    return " and ".join(dict.fromkeys(str(t.dtype) for t in tensors)) or "it"
 
 
 def _host_scalar(node: fx.Node, lowering: Lowering) -> Any:

@@ -51,7 +51,7 @@ def candidates(vendor: Vendor, node: fx.Node, config: Config) -> Sequence[Claim]
     for claim in found:
         if not isinstance(claim, Claim):
             raise VendorError(
-                f"{vendor.name} claims {node.target} by {claim!r}, which is no Claim",
+                f"{vendor.name}.claim gave {claim!r} for {node.target}, where a Claim or None is due",
                 where=user_location(node) or "",
             )
     return found

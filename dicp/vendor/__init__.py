@@ -46,6 +46,12 @@ def find(name: str) -> EntryPoint:
     return entry
 
 
+def require_one(name: str) -> None:
+    """Raises VendorError where two packages have vendors of that name, whichever of them is used."""
+    if name in _entries():
+        find(name)
+
+
 def _source(entry: EntryPoint) -> str:
     return f"{entry.value}, of the package {entry.dist.name if entry.dist else '?'}"
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.fx as fx
 
 from dicp.config import Config
 from dicp.errors import REPORT, DicpError, VendorError
+from dicp.ir.expr import PRIMITIVES, STRUCTURE
 from dicp.ir.kernel import Kernel
 from dicp.ir.printer import user_location
+from dicp.ir.value import ReduceKind, ScanKind
 from dicp.vendor.base import HOOKS, MEMBERS, AnyVendor, GraphVendor, Vendor, VendorBase, takes_graphs
 
 T = TypeVar("T")
@@ -150,11 +152,13 @@ def require_whole(vendor: Any, name: str = "") -> None:
         both = "has `build`, of a vendor that takes graphs, and `assemble`, of one that takes kernels"
         raise VendorError(f"{whose} {both}", todo="rename one of them")
     _require_device(vendor.device, whose)
+    _require_words(getattr(vendor, "words", None), whose)
     for given in dir(vendor):
         near = difflib.get_close_matches(given, lacks, n=1, cutoff=0.8)
         if near and given not in asks and not given.startswith("_"):
             what = f"{whose} has {given!r}, which dicp does not know: did you mean {near[0]!r}?"
-            raise VendorError(what, todo=f"call it {near[0]!r}, or, if it is something else, less like that")
+            todo = f"rename it to {near[0]!r} or, if it is a helper of yours, make it private (_{given})"
+            raise VendorError(what, todo=todo)
 
 
 def _require_device(device: Any, whose: str) -> None:
@@ -164,7 +168,23 @@ def _require_device(device: Any, whose: str) -> None:
         known = False
     if not known:
         what = f"{whose} serves the device {device!r}, which is no type of torch's devices"
-        raise VendorError(what, todo='name one: "cpu", "cuda", or what your torch extension registers')
+        todo = 'name the type alone, as a text: "cpu", "cuda", or what your torch extension registers'
+        raise VendorError(what, todo=todo)
+
+
+def _require_words(words: Any, whose: str) -> None:
+    """An unknown word is a misspelt one, and would cost kernels unnoticed."""
+    if words is None:
+        return
+    if isinstance(words, str) or not isinstance(words, Collection):
+        what = f"{whose} has as `words` {words!r}, which is no set of names"
+        raise VendorError(what, todo="write `words = frozenset(...)`: it is no function")
+    known = {*PRIMITIVES, *STRUCTURE, *get_args(ReduceKind), *get_args(ScanKind), "scan"}
+    for word in sorted(set(words) - known, key=str):
+        near = difflib.get_close_matches(str(word), known, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        what = f"{whose} has the word {word!r}, which is neither a primitive nor a kind of reductions{hint}"
+        raise VendorError(what, todo="see UNARY, BINARY and TERNARY in dicp/ir/expr.py")
 
 
 __all__ = [

@@ -7,7 +7,7 @@ vendor* hands whole graphs, or the parts it supports, to a toolchain of its own 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -292,10 +292,10 @@ class Vendor(VendorBase):
         """Stable text of what timings depend on besides threads: the processor's model, instructions used."""
         return self.device
 
-    words: Container[str] | None = None
-    """The scalar primitives (UNARY, BINARY and TERNARY of ir/expr.py) and kinds of reductions (ReduceKind of
-    ir/value.py) that it writes, and "scan" where it writes running ones; None: all. A call whose kernels need
-    another is an extern, unless it is claimed."""
+    words: Collection[str] | None = None
+    """Names of the scalar primitives (UNARY, BINARY and TERNARY of ir/expr.py) and kinds of reductions
+    (ReduceKind and ScanKind of ir/value.py) that it writes, and "scan" where it writes running ones; None:
+    all. A call whose kernels need another is an extern, unless it is claimed."""
 
     def emits(self, node: fx.Node) -> bool:
         """Whether it writes kernels for this call of an aten op, views among them. Those it does not are

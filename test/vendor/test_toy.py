@@ -130,7 +130,7 @@ def test_a_claim_that_fails_or_is_none() -> None:
     broken = Claim("matmul", toy.emit_out, out=True, prepare=fails)
     text = str(failure(Faulty(claim=lambda node, config: broken if "mm" in str(node.target) else None)))
     assert "the claim 'matmul' of toy for aten.mm.default failed: KeyError" in text and Path(__file__).name in text
-    assert "claims aten.mm.default by True" in str(failure(Faulty(claim=lambda node, config: True)))
+    assert "toy.claim gave True for aten.mm.default" in str(failure(Faulty(claim=lambda node, config: True)))
 
 
 def product_by(**how: Any) -> Faulty:
@@ -202,6 +202,12 @@ def test_tracebacks_show_the_programs_lines() -> None:
     assert str(last.line).startswith("no_such_name()  # mm") and Path(__file__).name in str(last.line)
 
 
+def test_a_return_code_of_none_of_its_checks_is_the_vendors() -> None:
+    assert isinstance(toy_loops.failed("k", ["IndexError: index"], 1), IndexError)
+    for code in (2, -1):
+        assert "kernel k of 1 checks returned" in str(toy_loops.failed("k", ["IndexError: index"], code))
+
+
 def test_a_kernel_that_cannot_be_written_is_named() -> None:
     def assemble(program: Any, config: Any) -> Any:
         return emitted(program, fails)
@@ -222,7 +228,7 @@ def test_a_kernel_that_cannot_be_written_is_named() -> None:
 def test_what_a_function_of_the_vendors_own_gives_is_checked(results: Any, text: str) -> None:
     torch._dynamo.reset()
     own = Faulty(assemble=lambda program, config: lambda args: (results(args[0]),))
-    message = r"toy: graph\d+_inference, gave as result 1 of 1, of mul .*" + re.escape(text)
+    message = r"toy: graph\d+_inference gave as result 1 of 1, of mul .*" + re.escape(text)
     with pytest.raises(VendorError, match=message):
         torch.compile(lambda x: x * 3, backend=backend_for(own))(r(4, 4))
 
@@ -240,6 +246,9 @@ def test_what_lacks_a_word_is_an_extern() -> None:
         seen: list[set[str]] = []
         torch.testing.assert_close(torch.compile(fn, backend=backend_for(lacking))(x), fn(x))
     assert seen == [{f"extern:aten.{op}" for op in ("sin.default", "amax.default", "cumsum.default")}]
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match=r"no word for sin\)[\s\S]* give toy a word for sin, or a claim"):
+        torch.compile(fn, backend=backend_for(lacking), options={"strict": True})(x)
 
 
 def test_what_lacks_a_word_happens_once() -> None:
@@ -307,6 +316,9 @@ def test_half_a_vendor_is_refused() -> None:
     [
         ({"device": "mychip"}, "serves the device 'mychip', which is no type of torch's devices"),
         ({"device": 3}, "serves the device 3"),
+        ({"words": fails}, "which is no set of names"),
+        ({"words": "exp"}, "has as `words` 'exp', which is no set of names"),
+        ({"words": {"exp", "tahn"}}, "has the word 'tahn', which is neither a primitive nor"),
         ({"device": "cpu:0"}, "serves the device 'cpu:0'"),
         ({"build": fails}, "has `build`, of a vendor that takes graphs, and `assemble`"),
     ],
@@ -544,6 +556,12 @@ def test_two_packages_with_vendors_of_one_name_are_refused(tmp_path: Path) -> No
             assert "toy:vendor, of the package toy" in str(error), error
             assert "other:vendor, of the package other" in str(error), error
         assert vendor.for_device("cpu").name == "cpu_graph"
+        import torch, toy
+        try:
+            torch.compile(lambda x: x + 1, backend=toy.backend)(torch.ones(3))
+            raise AssertionError("compiled by one of them")
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            assert "is in two packages" in str(error), error
         try:
             scaffold.write("cpu_graph", Path("nowhere"))
         except OptionError as error:
