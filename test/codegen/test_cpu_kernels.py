@@ -532,18 +532,18 @@ def test_generated_kernels_agree_with_interpreted(name: str, isa: str) -> None:
     if not supported(isa):
         pytest.skip(f"this machine has no {isa}")
     for launch, before, after, sizes in interpreted(name):
-        check_launch(launch, isa, before, after, sizes)
+        check_launch(launch, functools.partial(call, launch, isa, sizes=sizes), before, after)
 
 
 def check_launch(
     launch: Launch,
-    isa: str,
+    run: Callable[[dict[str, torch.Tensor]], int],
     before: dict[str, torch.Tensor],
     after: dict[str, torch.Tensor],
-    sizes: dict[str, int],
 ) -> None:
+    """`run(memory)` calls the kernel, and gives the number of the check that failed, or 0."""
     mine = copies(before)
-    assert call(launch, isa, mine, sizes) == 0
+    assert run(mine) == 0
     for p in launch.kernel.params:
         close(mine[p.name][:-GUARD], after[p.name], f"{p.name} of {launch.kernel.name}")
         assert torch.equal(mine[p.name][-GUARD:], before[p.name][-GUARD:]), (
@@ -552,7 +552,7 @@ def check_launch(
     bare = {id(t): t[:-GUARD] for t in before.values()}
     for at_end in (False, True):
         memory = walled({name: bare[id(t)] for name, t in before.items()}, at_end)
-        assert call(launch, isa, memory, sizes) == 0
+        assert run(memory) == 0
     for out, sources in launch.in_place.items():
         for source in sources:
             a, b = before[out], before[source]
@@ -560,7 +560,7 @@ def check_launch(
                 continue
             shared = copies(before)
             shared[out] = shared[source].view(a.dtype)
-            assert call(launch, isa, shared, sizes) == 0
+            assert run(shared) == 0
             for name in (p.name for p in launch.kernel.params if p.written and p.name != source):
                 why = f"{name} of {launch.kernel.name}, {out} in place of {source}"
                 close(shared[name][:-GUARD], after[name], why)
@@ -635,7 +635,8 @@ def test_one_dynamic_kernel_serves_every_size(n: int) -> None:
         state = memory.bind(launch)
         before = guarded(state)
         run_kernel(launch.kernel, state, memory.sizes)
-        check_launch(launch, "portable", before, state, memory.sizes)
+        run = functools.partial(call, launch, "portable", sizes=memory.sizes)
+        check_launch(launch, run, before, state)
     softmax, total, best = memory.outputs(inputs)
     close(softmax, x.softmax(1), "softmax")
     close(total, x.sum(1), "sum")

@@ -6,8 +6,7 @@ import functools
 
 import pytest
 import torch
-from test_cpu_kernels import CASES, GUARD, close, copies, function_name, interpreted, programs
-from walls import walled
+from test_cpu_kernels import CASES, check_launch, copies, function_name, interpreted, programs
 
 from dicp.scaffold import toy_loops
 
@@ -29,24 +28,7 @@ def test_loops_agree_with_the_interpreter(name: str) -> None:
             addresses = [memory[p.name].data_ptr() for p in launch.kernel.params]
             return run(*addresses, *(sizes[v.name] for v in launch.kernel.sizes))
 
-        mine = copies(before)
-        assert call(mine) == 0
-        for p in launch.kernel.params:
-            close(mine[p.name][:-GUARD], after[p.name], f"{p.name} of {launch.kernel.name}")
-            assert torch.equal(mine[p.name][-GUARD:], before[p.name][-GUARD:]), "wrote behind its end"
-        bare = {id(t): t[:-GUARD] for t in before.values()}
-        for at_end in (False, True):
-            assert call(walled({n: bare[id(t)] for n, t in before.items()}, at_end)) == 0
-        for out, sources in launch.in_place.items():
-            for source in sources:
-                a, b = before[out], before[source]
-                if a is b or a.numel() != b.numel() or a.dtype.itemsize != b.dtype.itemsize:
-                    continue
-                shared = copies(before)
-                shared[out] = shared[source].view(a.dtype)
-                assert call(shared) == 0
-                for n in (p.name for p in launch.kernel.params if p.written and p.name != source):
-                    close(shared[n][:-GUARD], after[n], f"{n} of {launch.kernel.name}, {out} in place of {source}")
+        check_launch(launch, call, before, after)
 
 
 def test_a_failed_check_is_told_by_its_number() -> None:
