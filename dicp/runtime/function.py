@@ -37,7 +37,8 @@ def make_function(name: str, source: str, values: dict[str, Any]) -> Callable[[l
         code = compile(source, where, "exec")
     except SyntaxError as e:
         line = (e.text or "").strip()
-        raise SyntaxError(f"{e.msg} in line {e.lineno} of the program's function: {line}") from None
+        said = f"{e.msg} in line {e.lineno} of the program's function: {line}"
+        raise SyntaxError(said, (where, e.lineno, e.offset, e.text)) from None
     values.update({"__name__": where, "__loader__": _Loader(source)})
     exec(code, values)
     call: Any = values["call"]

@@ -82,11 +82,28 @@ class Runner:
         }
         self.lines: list[str] = []
         self.sizes = Sizes(program, self._saved(), self.lines, self.globals)
+        self.claim_lines: list[tuple[range, Call]] = []
         self.layout: list[str] = []  # the function `arena`, where sizes leave offsets open
 
     def function(self) -> Callable[[list[Any]], Any]:
+        """Raises VendorError where a claim wrote a line that is no Python, SyntaxError where another did."""
         self.source = self._write()
-        return make_function(self.program.name, self.source, self.globals)
+        try:
+            return make_function(self.program.name, self.source, self.globals)
+        except SyntaxError as e:
+            call = self._claim_of(e.lineno or 0)
+            if call is None:
+                raise
+            raise claim_error(call, e.msg) from None
+
+    def _claim_of(self, line: int) -> Call | None:
+        """The call whose claim wrote a line of the source."""
+        end = self.source.splitlines().index("def call(args):") + 2
+        for k, text in enumerate(self.lines):
+            end += 1 + text.count("\n")
+            if line < end:
+                return next((call for lines, call in self.claim_lines if k in lines), None)
+        return None
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -362,6 +379,7 @@ class Runner:
         emit(self, call)
         if len(self.lines) == before and any(b is not None and 0 not in b.shape for b in call.outputs):
             raise claim_error(call, "it writes no line")
+        self.claim_lines.append((range(before, len(self.lines)), call))
         self.lines += [f"written({t}, {self._claim(call)})" for t in watched]
         made = (b for b in call.outputs if b is not None and b.kind == "library")
         lost = [b.name for b in made if self.plan.find(b.name) == b.name and b.name not in self.names]
