@@ -41,6 +41,7 @@ def test_explain_lists_what_was_made() -> None:
     assert sum(k["launches"] for k in graph.kernels) >= 1
     assert any("softmax" in line for k in graph.kernels for line in k["fuses"])
     assert len(graph.externs) == 1 and "rrelu" in graph.externs[0] and Path(__file__).name in graph.externs[0]
+    assert graph.externs[0].endswith("(rrelu_with_noise_functional is a library op)")
     assert {"passes", "lower", "fuse", "kernels", "memory", "build"} <= set(graph.seconds)
     text = str(found)
     assert "EXTERN" in text and "arena" in text and "1 graph, 0 graph breaks" in text

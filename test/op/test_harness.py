@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from dicp.conformance import __main__ as command
 from dicp.conformance import cases, docs, expected, grades, opdb, plan, tolerance
 from dicp.conformance.outcome import Outcome, Reference
-from dicp.conformance.report import Report, build, way_of
+from dicp.conformance.report import Report, build, by_dtype, text, way_of
 from dicp.conformance.unit import CaseResult, UnitResult, promised_strides, run_group, same_fault
 
 HERE = Path(__file__).parent
@@ -177,6 +177,21 @@ def test_ways() -> None:
     assert way_of(UnitResult("k", good, graphs=1, library=1, extern=1)) == "extern"
     assert way_of(UnitResult("k", good)) == "eager"
     assert way_of(UnitResult("k", [CaseResult("s0", "fail")], graphs=1)) == "fails"
+
+
+def test_an_operator_counts_once_in_each_dtype() -> None:
+    """By its weakest unit there: what a vendor of few dtypes does with those is to be seen."""
+    good = [CaseResult("s0", "pass")]
+    units = [
+        UnitResult("add|float32|forward|static", good, graphs=1, kernels=1),
+        UnitResult("add|float32|gradient|static", good, graphs=1, library=1),
+        UnitResult("add|int64|forward|static", good, graphs=1, extern=1),
+        UnitResult("mul|float32|forward|static", good, graphs=1, kernels=1),
+    ]
+    built = build("b", units, 0)
+    assert by_dtype(built.operators) == {"float32": {"generated": 1, "library": 1}, "int64": {"extern": 1}}
+    table = text(built).partition("once in each dtype")[2].splitlines()[1:3]
+    assert [line.split()[0] for line in table] == ["float32", "int64"] and "100.0%" in table[0]
 
 
 def test_an_expected_failure_is_of_a_kind_of_unit(monkeypatch: pytest.MonkeyPatch) -> None:
