@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ Indices = tuple[Index, ...]
 Shape = tuple[Index, ...]
 ReduceKind = Literal["sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "welford"]
 ScanKind = Literal["sum", "prod", "max", "min", "logsumexp"]
+KINDS = frozenset(get_args(ReduceKind)) | frozenset(get_args(ScanKind))
 ScatterMode = Literal["set", "add", "mul", "max", "min"]
 
 

@@ -380,7 +380,9 @@ class Runner:
         if len(self.lines) == before and any(b is not None and 0 not in b.shape for b in call.outputs):
             raise claim_error(call, "it writes no line")
         self.claim_lines.append((range(before, len(self.lines)), call))
-        self.lines += [f"written({t}, {self._claim(call)})" for t in watched]
+        if watched:
+            claim = self._claim(call)
+            self.lines += [f"written({t}, {claim})" for t in watched]
         made = (b for b in call.outputs if b is not None and b.kind == "library")
         lost = [b.name for b in made if self.plan.find(b.name) == b.name and b.name not in self.names]
         if lost:

@@ -17,6 +17,7 @@ from dicp.ir.expr import BINARY, UNARY, Expr, walk
 from dicp.ir.index import Index
 from dicp.ir.interpret_kernel import reduced, scanned, write
 from dicp.ir.kernel import Kernel, Reduce, Store, canonical
+from dicp.ir.value import KINDS
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.runner import Runner
 from dicp.schedule.defs import Buffer, Call, View
@@ -38,7 +39,6 @@ WORDS |= {
     f"sh{d}": f"torch.bitwise_{side}_shift({{0}}, {{1}})" for d, side in (("l", "left"), ("r", "right"))
 }
 WORDS |= {"fma": "{0} * {1} + {2}", "round_even": "torch.round({0})"}
-REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "welford")
 
 
 def grid(*extents: int) -> list[torch.Tensor]:
@@ -179,7 +179,7 @@ class Toy:
     """See dicp.vendor.base.Vendor."""
 
     name, device = "toy", "cpu"
-    words = frozenset(WORDS) | {*REDUCTIONS, "scan"}
+    words = frozenset(WORDS) | KINDS | {"scan"}
 
     def available(self, config: Any) -> str | None:
         return None

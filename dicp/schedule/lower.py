@@ -42,7 +42,7 @@ from dicp.schedule.calls import (
     slice_bounds,
     slice_read_from_data,
 )
-from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter
+from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, leaves
 from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
 from dicp.schedule.strides import no_overlap, strides_agree
@@ -371,8 +371,8 @@ class Lowering(DefinitionBuilder):
 
 def _dtypes(val: Any) -> str:
     """Of what a call gives."""
-    tensors = [t for t in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(t, torch.Tensor)]
-    return " and ".join(dict.fromkeys(str(t.dtype) for t in tensors)) or "it"
+    dtypes = dict.fromkeys(str(t.dtype) for _, t in leaves(val) if isinstance(t, torch.Tensor))
+    return " and ".join(dtypes) or "it"
 
 
 def _host_scalar(node: fx.Node, lowering: Lowering) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx as fx
@@ -16,7 +16,7 @@ from dicp.errors import REPORT, DicpError, VendorError
 from dicp.ir.expr import PRIMITIVES, STRUCTURE
 from dicp.ir.kernel import Kernel
 from dicp.ir.printer import user_location
-from dicp.ir.value import ReduceKind, ScanKind
+from dicp.ir.value import KINDS
 from dicp.vendor.base import HOOKS, MEMBERS, AnyVendor, GraphVendor, Vendor, VendorBase, takes_graphs
 
 T = TypeVar("T")
@@ -152,7 +152,8 @@ def require_whole(vendor: Any, name: str = "") -> None:
         both = "has `build`, of a vendor that takes graphs, and `assemble`, of one that takes kernels"
         raise VendorError(f"{whose} {both}", todo="rename one of them")
     _require_device(vendor.device, whose)
-    _require_words(getattr(vendor, "words", None), whose)
+    if not takes_graphs(vendor):
+        _require_words(getattr(vendor, "words", None), whose)
     for given in dir(vendor):
         near = difflib.get_close_matches(given, lacks, n=1, cutoff=0.8)
         if near and given not in asks and not given.startswith("_"):
@@ -179,7 +180,7 @@ def _require_words(words: Any, whose: str) -> None:
     if isinstance(words, str) or not isinstance(words, Collection):
         what = f"{whose} has as `words` {words!r}, which is no set of names"
         raise VendorError(what, todo="write `words = frozenset(...)`: it is no function")
-    known = {*PRIMITIVES, *STRUCTURE, *get_args(ReduceKind), *get_args(ScanKind), "scan"}
+    known = PRIMITIVES | STRUCTURE | KINDS | {"scan"}
     for word in sorted(set(words) - known, key=str):
         near = difflib.get_close_matches(str(word), known, n=1)
         hint = f": did you mean {near[0]!r}?" if near else ""

@@ -22,6 +22,7 @@ from dicp.config import Config
 from dicp.dynamo_bridge.backend import backend_for
 from dicp.errors import BuildError, CacheError, VendorError
 from dicp.ir.expr import BINARY, TERNARY, UNARY, Expr
+from dicp.ir.value import KINDS
 from dicp.scaffold import render, toy, toy_loops
 from dicp.vendor.asking import asked, emitted, has, require_whole
 from dicp.vendor.base import HOOKS, Claim, GraphVendor, LayoutCosts, Vendor, VendorBase
@@ -433,6 +434,7 @@ def test_spells_every_primitive() -> None:
         word = toy.WORDS[op]
         if word.startswith("torch."):
             assert hasattr(torch, word.removeprefix("torch.").split("(")[0]), op
+    assert toy.vendor.words >= UNARY | BINARY | TERNARY | KINDS
 
 
 def test_loops_spell_what_c_has() -> None:

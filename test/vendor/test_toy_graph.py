@@ -85,6 +85,8 @@ def built_as(function: Any) -> toy_graph.ToyGraph:
     """A vendor whose every part is this function."""
 
     class Wrong(toy_graph.ToyGraph):
+        words = None, "its own business: a kernel vendor's are names"
+
         def build(self, gm: torch.fx.GraphModule, config: Any) -> Any:
             return function
 
