@@ -232,7 +232,10 @@ def round_to(x: Expr, dtype: torch.dtype) -> Expr:
         return x
     if x.op == "load" and len(x.args) > 2 and x.args[2] == dtype:
         return x
-    return Expr("round", (cast(x, torch.float32), dtype), torch.float32)
+    x = cast(x, torch.float32)
+    if x.op == "const":
+        return const(torch.tensor(x.args[0], dtype=dtype).item(), torch.float32)
+    return Expr("round", (x, dtype), torch.float32)
 
 
 def _pair(a: Operand, b: Operand) -> tuple[Expr, Expr]:
@@ -331,10 +334,10 @@ def masked(cond: Expr, value: Callable[[], Expr], other: Operand) -> Expr:
 
 def less(i: Index, n: Index) -> Expr:
     """i < n, decided at compile time when it can be."""
-    if ix.in_range(i, n):
-        return const(True, torch.bool)
     if isinstance(i, int) and isinstance(n, int):
         return const(i < n, torch.bool)
+    if ix.is_below(i, n):
+        return const(True, torch.bool)
     if ix.nonnegative(i - n):
         return const(False, torch.bool)
     return Expr("lt", (index_value(i), index_value(n)), torch.bool)
@@ -347,6 +350,8 @@ def at_least(i: Index, n: Index) -> Expr:
     low = ix.limit(i - n, upper=False)
     if low is not None and ix.nonnegative(low):
         return const(True, torch.bool)
+    if ix.is_below(i, n):
+        return const(False, torch.bool)
     return Expr("ge", (index_value(i), index_value(n)), torch.bool)
 
 

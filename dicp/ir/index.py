@@ -395,8 +395,11 @@ def _atom_reach(a: Atom) -> Index:
 def in_range(x: Index, size: Index) -> bool:
     """Whether 0 <= x < size is proven."""
     low = limit(x, upper=False)
-    if low is None or not nonnegative(low):
-        return False
+    return low is not None and nonnegative(low) and is_below(x, size)
+
+
+def is_below(x: Index, size: Index) -> bool:
+    """Whether x < size is proven."""
     top = limit(x, upper=True)
     return top is not None and nonnegative(size - top - 1)
 

@@ -13,6 +13,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index
+from dicp.ir.ranges import change
 from dicp.ir.value import Shape, Value
 from dicp.ops.aliases import base_of
 from dicp.ops.table import has_rule
@@ -21,6 +22,7 @@ from dicp.schedule.traced import is_reindexed, reduces
 
 MAX_LOADS = 16  # reads inlined into one expression before it is materialised
 MAX_COST = 160  # adds inlined into one expression before it is materialised
+MAX_SELECTED = 32  # likewise of ranges of one tensor, of which a reader gets each once for every reading
 CHEAP_COST = 6
 """An expression up to this cost is recomputed by every reader, where it is read from one value, or from no
 more bytes for each element than it has itself: a value less its mean."""
@@ -77,6 +79,8 @@ class Readers:
         work = ex.cost(expr)
         if loads > MAX_LOADS or work > MAX_COST:
             return True
+        if _selects(nodes):
+            return loads * count > MAX_SELECTED
         indirect = is_indirect(nodes)
         readings = self._readings(node, value.shape)
         if work > CHEAP_COST and readings > 1:
@@ -111,6 +115,21 @@ class Readers:
 def is_indirect(nodes: Iterable[Expr]) -> bool:
     """Whether some of these are read at an index that is read itself."""
     return any(e.op == "check" for e in nodes)
+
+
+def _selects(nodes: Iterable[Expr]) -> bool:
+    """Whether these are one element of one tensor, or a constant, by ranges of the loop variables: what is
+    padded, or in part overwritten. Readers are split along the ranges, and none reads more for it."""
+    tensors = set()
+    for e in nodes:
+        if e.op == "at" and not any(isinstance(a, ix.Opaque) for i in e.args[1] for a in ix.atoms(i)):
+            tensors.add(e.args[0])
+        elif e.op in ("lt", "ge"):
+            if not any(change(e, v) for v in ex.variables(e)):
+                return False
+        elif e.op not in ("masked", "land", "const", "index"):
+            return False
+    return len(tensors) <= 1
 
 
 def _bytes_read(nodes: Iterable[Expr], buffers: Mapping[str, Buffer]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,13 @@ def many_pieces(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """More than one kernel is to write, some of them constants."""
     pieces = [p for k in range(70) for p in (x * (k + 1), y[:, k : k + 1].exp(), torch.zeros_like(x))]
     return torch.cat(pieces, 1)
+
+
+def overwritten(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Copies of rows from one tensor or another, and zeros."""
+    z = F.pad(x, (1, 2, 0, 2))
+    z[:, 2:5, 1:41] = y
+    return z
 
 
 def twisted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -338,6 +346,13 @@ CASES: dict[str, Case] = {
     "stack": Case(lambda x, y: torch.stack([x, y * 2], -1), (rand(7, 15), rand(7, 15))),
     "many_pieces": Case(many_pieces, (rand(3, 2, 4), rand(3, 70, 4))),
     "many_pieces_dynamic": Case(many_pieces, (rand(5, 3, 4), rand(5, 70, 4)), dynamic=True),
+    "circular_pad": Case(lambda x: F.pad(x, (1, 2, 3, 1), mode="circular"), (rand(3, 4, 9, 11),)),
+    "circular_pad_bf16": Case(
+        lambda x: F.pad(x, (1, 2, 3, 1), mode="circular"), (rand(3, 4, 9, 37, dtype=torch.bfloat16),)
+    ),
+    "circular_pad_3d": Case(lambda x: F.pad(x, (1, 2, 3, 1, 2, 2), mode="circular"), (rand(2, 3, 4, 5, 9),)),
+    "overwritten_bf16": Case(overwritten, (rand(5, 6, 40, dtype=torch.bfloat16), rand(5, 3, 40, dtype=torch.bfloat16))),
+    "overwritten_u8": Case(overwritten, (rand(5, 6, 40, dtype=torch.uint8), rand(5, 3, 40, dtype=torch.uint8))),
     "reflect_pad": Case(lambda x: F.pad(x, (2, 3), mode="reflect"), (rand(3, 4, 9),)),
     "triangle": Case(lambda x: torch.triu(x, 1) + torch.arange(19), (rand(17, 19),)),
     "max_pool": Case(lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (rand(2, 3, 11, 13),)),
@@ -595,6 +610,14 @@ def test_operands_that_lie_turned_are_read_in_tiles(case: str) -> None:
     with threads(2):
         (launch,) = program_of(traced(fn, *inputs)["inference"]).launches
         assert codegen.emit(launch.kernel, "f", 16).count(".load(") == count
+
+
+@pytest.mark.parametrize("case", ["overwritten_bf16", "circular_pad_bf16"])
+def test_copies_of_a_narrow_dtype_are_of_bits(case: str) -> None:
+    """Without the conversion there and back, though each row is of one tensor or another, or zero."""
+    launch = programs(case)[0][0].launches[0]
+    code = re.sub(r"//.*", "", codegen.emit(launch.kernel, "f", 16))
+    assert "= load_bits(" in code and "= load(" not in code and "vf32 v" not in code
 
 
 def test_rows_are_kept_for_each_phase_that_computes_them_first() -> None:

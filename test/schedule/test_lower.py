@@ -263,6 +263,21 @@ def test_dear_value_read_at_two_places_is_kept() -> None:
     assert names(p) == ["exp", "mul"]
 
 
+def test_an_image_that_is_overwritten_by_its_own_parts_is_written_once() -> None:
+    """Each margin is a `slice_scatter` that reads the last one's result at two places."""
+    for x in (torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8).bfloat16()):
+        p = compiled(lambda x: F.pad(x, (1, 2, 3, 1), mode="circular"), x)
+        assert names(p) == ["slice_scatter"]
+
+
+def test_what_is_read_at_many_places_is_not_taken_apart_at_each() -> None:
+    def blurred(x: torch.Tensor) -> torch.Tensor:
+        x = F.pad(x, (1, 1, 1, 1), mode="circular")
+        return sum(x[..., i : 8 + i, k : 8 + k] for i in range(3) for k in range(3))
+
+    assert names(compiled(blurred, (2, 4, 8, 8))) == ["slice_scatter", "add"]
+
+
 def test_dear_value_that_is_broadcast_is_computed_once() -> None:
     p = compiled(lambda x, y: x.exp().sin()[:, None] * y, (4,), (4, 8))
     assert names(p) == ["sin", "mul"]

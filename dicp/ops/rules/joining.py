@@ -52,13 +52,8 @@ def cat(b: Builder, node: torch.fx.Node, tensors: list[Value], dim: int = 0) -> 
 def _different(pieces: list[Value]) -> int:
     """How many there are, neighbours that are the same constant counted once."""
     at_zero = [p((0,) * len(p.shape)) for p in pieces]
-    same = sum(_is_constant(e) and e == f for e, f in zip(at_zero, at_zero[1:], strict=False))
+    same = sum(e.op == "const" and e == f for e, f in zip(at_zero, at_zero[1:], strict=False))
     return len(pieces) - same
-
-
-def _is_constant(e: Expr) -> bool:
-    """Those of a low precision are rounded."""
-    return (e.args[0] if e.op == "round" else e).op == "const"
 
 
 def _written(b: Builder, base: Value, pieces: list[Value], bounds: list[Index], dim: int) -> Value:
@@ -80,7 +75,7 @@ def _side_by_side(
         parts: list[Part] = []
         for start, piece in zip(bounds, pieces, strict=False):
             e = piece(replaced(idx, dim, idx[dim] - start))
-            if not (parts and _is_constant(e) and e == parts[-1][1]):
+            if not (parts and e.op == "const" and e == parts[-1][1]):
                 parts.append((start, e))
         return _choice(idx[dim], parts, 0, len(parts) - 1)
 

@@ -155,11 +155,7 @@ def apply_body(body: Body, promote: Promote, binding: Binding, shape: Shape, dty
         if compute is None or name in SELECTORS:
             return value
         value, given = ex.cast(value, compute), isinstance(x, Value) and x.dtype == rounded
-        if rounded is None or not (numbers or given):
-            return value
-        if value.op == "const" and rounded in ex.LOW_PRECISION:
-            return ex.const(torch.tensor(float(value.args[0]), dtype=rounded).item(), compute)
-        return ex.round_to(value, rounded)
+        return value if rounded is None or not (numbers or given) else ex.round_to(value, rounded)
 
     spread = [(name, broadcast(x, shape) if isinstance(x, Value) else x) for name, x in binding.operands]
     return Value(shape, dtype, lambda idx: scalar_expr(

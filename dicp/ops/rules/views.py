@@ -12,6 +12,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index
+from dicp.ir.ranges import assuming
 from dicp.ir.value import Builder, Indices, Shape, Value
 from dicp.ops.aliases import base_of, order_in_memory
 from dicp.ops.rules.pointwise import broadcast, constant, convert
@@ -365,8 +366,12 @@ def same(i: Index, j: Index) -> Expr:
 
 def choose(cond: Callable[[Indices], Expr], inside: Value, outside: Value) -> Value:
     """inside where cond holds (read only there), else outside."""
-    return Value(outside.shape, outside.dtype,
-                 lambda idx: ex.masked(cond(idx), lambda: inside(idx), outside(idx)))
+
+    def fn(idx: Indices) -> Expr:
+        c = cond(idx)
+        return ex.masked(c, lambda: assuming(inside(idx), c), outside(idx))
+
+    return Value(outside.shape, outside.dtype, fn)
 
 
 def slice_scatter(b: Builder, node: torch.fx.Node, x: Value, src: Value, dim: int = 0, start: Any = None,

@@ -288,14 +288,14 @@ class ExpressionWriter:
     def _masked(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
         cond, value, other = x.args
         c = self.write(cond, scope, mask)
-        inner = self._both(mask, Mask(c, self.is_vector(cond) and scope.lanes is not None), scope)
+        inner = self.both(mask, Mask(c, self.is_vector(cond) and scope.lanes is not None), scope)
         v = self.write(value, scope, inner)
         o = self.write(other, scope, mask)
         if self.is_vector(cond) and not self.is_vector(value) and not self.is_vector(other) and scope.lanes:
             v = f"splat<{VECTOR[x.dtype]}>({v})"
         return f"where({c}, {v}, {o})"
 
-    def _both(self, outer: Mask | None, inner: Mask, scope: Scope) -> Mask:
+    def both(self, outer: Mask | None, inner: Mask, scope: Scope) -> Mask:
         if outer is None:
             return inner
         key = (Expr("both", (outer.name, inner.name), torch.bool), None)
@@ -370,16 +370,25 @@ class ExpressionWriter:
     def place(self, buffer: str, i: Index, scope: Scope, mask: Mask | None) -> tuple[str, str]:
         """(function suffix, leading arguments) that reach position i: "" contiguous, "_strided", or
         gather/scatter."""
-        v = self.vector_var
-        if v is None or scope.lanes is None or not self._index_varies(i):
+        if self.vector_var is None or scope.lanes is None or not self._index_varies(i):
             return "one", f"{buffer} + {self.index(i, scope, mask)}"
-        step = lane_stride(i, v, self.lanes) if not self._opaque_varies(i) else None
+        step = self._step(i)
         if step is None or step == 0:
             return "indexed", self._apart(buffer, i, scope, mask)
         base = self._base(i, scope, mask)
         if step == 1:
             return "", f"{buffer} + {base}"
         return "_strided", f"{buffer} + {base}, {self._base(step, scope, mask)}"
+
+    def is_contiguous(self, i: Index) -> bool:
+        """Whether positions i of a vector's lanes follow one another."""
+        return self._step(i) == 1
+
+    def _step(self, i: Index) -> Index | None:
+        """From one lane's position to the next one's; None where steps differ."""
+        if self.vector_var is None or self._opaque_varies(i):
+            return None
+        return lane_stride(i, self.vector_var, self.lanes)
 
     def first(self, buffer: str, i: Index, scope: Scope) -> str:
         """Where the first lane lies."""
@@ -436,6 +445,8 @@ class ExpressionWriter:
                 return text
             return f"({self._any(mask, scope)} ? {text} : {literal(0, x.dtype)})"
         rest = f"{scope.lanes}{_guard(mask)}"
+        if how == "" and mask is not None:
+            return f"load({where}, {scope.lanes}, {mask.name})"
         if how != "indexed":
             return f"load{how}({where}, {rest})"
         v = self.vector_var

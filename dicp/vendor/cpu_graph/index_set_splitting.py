@@ -21,6 +21,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Statement, accessed, expressions, rewrite_body
+from dicp.ir.ranges import change
 from dicp.vendor.cpu_graph.lane_strides import is_read, walk
 
 MOST = 64  # ranges, each of which is text
@@ -55,15 +56,9 @@ def split_ranges(kernel: Kernel, axis: Axis, lanes: int) -> list[Range]:
 def _changes(body: Iterable[Statement], var: Var, size: int) -> Iterator[int]:
     """Where along the axis a condition that nothing else decides begins or ceases to hold."""
     for e in dict.fromkeys(e for s in body for e in expressions(s) if e.op in ("lt", "ge")):
-        left, right = map(ex.as_index, e.args)
-        split = ix.coefficient(left - right, var) if left is not None and right is not None else None
-        if split is None:
-            continue
-        step, start = split  # step * var + start < 0
-        if isinstance(step, int) and isinstance(start, int) and step:
-            change = -(start // step) if step > 0 else start // -step + 1
-            if 0 < change < size:
-                yield change
+        found = change(e, var)
+        if found is not None and 0 < found[0] < size:
+            yield found[0]
 
 
 def _turns(body: Iterable[Statement], var: Var, size: int) -> Iterator[int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from dicp.ir import index as ix
+from dicp.ir.expr import Expr
 from dicp.ir.kernel import Kernel, Scan, Statement, Store
 from dicp.ir.phases import is_full, phases
 from dicp.vendor.cpu_graph.accumulate import ROW_UNROLL, Accumulators
-from dicp.vendor.cpu_graph.expression import VECTOR, ExpressionWriter, Scope
+from dicp.vendor.cpu_graph.expression import STORAGE, VECTOR, ExpressionWriter, Mask, Scope
 from dicp.vendor.cpu_graph.interleaving import are_pairs
 from dicp.vendor.cpu_graph.loops import Shape, for_line, indent, unrolled_vector_loop, vector_loop
 from dicp.vendor.cpu_graph.narrow import narrowed
@@ -80,16 +81,37 @@ class KernelWriter:
 
     def _copied(self, s: Store, scope: Scope) -> str | None:
         """The bits of what is stored as it was loaded, in a narrow dtype: they need no conversion."""
-        params, value = self.writer.params, s.value
-        if s.mode != "set" or id(s) in self.kept or value.op != "load" or value in self.writer.replaced:
+        dtype = self.writer.params[s.buffer]
+        if s.mode != "set" or id(s) in self.kept or dtype.itemsize >= 4:
             return None
-        if params[value.args[0]] != params[s.buffer] or params[s.buffer].itemsize >= 4:
+        if s.value.op == "const" or not self._is_copy(s.value, dtype):
             return None
-        how, where = self.writer.place(value.args[0], value.args[1], scope, None)
-        if how != "":
-            return None
+        return self._bits(s.value, dtype, scope)
+
+    def _is_copy(self, value: Expr, dtype: torch.dtype) -> bool:
+        """Whether a value is zero, an element that is loaded, or one or another of these for all lanes."""
+        if value in self.writer.replaced:
+            return False
+        if value.op == "masked":
+            cond, *either = value.args
+            return not self.writer.is_vector(cond) and all(self._is_copy(e, dtype) for e in either)
+        if value.op == "load":
+            return self.writer.params[value.args[0]] == dtype and self.writer.is_contiguous(value.args[1])
+        return value.op == "const" and repr(value.args[0]) in ("0", "0.0", "False")
+
+    def _bits(self, value: Expr, dtype: torch.dtype, scope: Scope, mask: Mask | None = None) -> str:
+        if value.op == "const":
+            return f"Bits<{STORAGE[dtype]}>{{}}"
         name = self.writer.fresh("bits")
-        scope.lines.append(f"const auto {name} = load_bits({where}, {scope.lanes});")
+        if value.op == "load":
+            where = self.writer.place(value.args[0], value.args[1], scope, mask)[1]
+            held = f", {mask.name}" if mask else ""
+            scope.lines.append(f"const auto {name} = load_bits({where}, {scope.lanes}{held});")
+            return name
+        cond = self.writer.write(value.args[0], scope)
+        inner = self._bits(value.args[1], dtype, scope, self.writer.both(mask, Mask(cond, False), scope))
+        other = self._bits(value.args[2], dtype, scope, mask)
+        scope.lines.append(f"const auto {name} = {cond} ? {inner} : {other};")
         return name
 
     def _store(self, s: Store, how: str, where: str, value: str, scope: Scope) -> str:

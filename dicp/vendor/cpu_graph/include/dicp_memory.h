@@ -1,3 +1,4 @@
+
 // Loads, stores, gathers and scatters between storage types and the vectors of dicp_vec.h.
 #pragma once
 #include "dicp_vec.h"
@@ -103,13 +104,18 @@ template <class T> DICP_INLINE vec<T> load(const T* p, Full) {
   return decode<T>(isa::load_rows((const raw<T>*)p));
 }
 template <class T> DICP_INLINE vec<T> load(const T* p, Lanes lanes) {
-  return decode<T>(isa::load_rows((const raw<T>*)p, isa::mask_of(lanes.n)));
+  return decode<T>(isa::load_first((const raw<T>*)p, lanes.n));
 }
 template <class T> DICP_INLINE vec<T> load(const T* p, Full, vbool m) {
   return decode<T>(isa::load_rows((const raw<T>*)p, isa::mask_of(m.m)));
 }
 template <class T> DICP_INLINE vec<T> load(const T* p, Lanes lanes, vbool m) {
   return decode<T>(isa::load_rows((const raw<T>*)p, mask_in(lanes, m)));
+}
+// the same m for all lanes, where no instruction masks elements of this size
+template <class T, class N> DICP_INLINE vec<T> load(const T* p, N lanes, bool m) {
+  if constexpr (DICP_AVX512 || (DICP_AVX2 && sizeof(T) >= 4)) return load(p, lanes, splat<vbool>(m));
+  else return m ? load(p, lanes) : splat<vec<T>>(0);
 }
 template <class T> DICP_INLINE auto load(const T* p, One) { return decode_one(*p); }
 template <class T> DICP_INLINE auto load(const T* p, One, bool m) {
@@ -121,7 +127,7 @@ template <class T, class V> DICP_INLINE void store(T* p, V v, Full) {
   isa::store_rows((raw<T>*)p, encode<T>(v));
 }
 template <class T, class V> DICP_INLINE void store(T* p, V v, Lanes lanes) {
-  isa::store_rows((raw<T>*)p, encode<T>(v), isa::mask_of(lanes.n));
+  isa::store_first((raw<T>*)p, encode<T>(v), lanes.n);
 }
 template <class T, class V> DICP_INLINE void store(T* p, V v, Full, vbool m) {
   isa::store_rows((raw<T>*)p, encode<T>(v), isa::mask_of(m.m));
@@ -138,11 +144,14 @@ template <class T, class V> DICP_INLINE void store(T* p, V v, One, bool m) {
 template <class T> struct Bits { isa::rows<raw<T>> rows; };
 template <class T> DICP_INLINE Bits<T> load_bits(const T* p, Full) { return {isa::load_rows((const raw<T>*)p)}; }
 template <class T> DICP_INLINE Bits<T> load_bits(const T* p, Lanes lanes) {
-  return {isa::load_rows((const raw<T>*)p, isa::mask_of(lanes.n))};
+  return {isa::load_first((const raw<T>*)p, lanes.n)};
+}
+template <class T, class N> DICP_INLINE Bits<T> load_bits(const T* p, N lanes, bool m) {
+  return m ? load_bits(p, lanes) : Bits<T>{};
 }
 template <class T> DICP_INLINE void store(T* p, Bits<T> bits, Full) { isa::store_rows((raw<T>*)p, bits.rows); }
 template <class T> DICP_INLINE void store(T* p, Bits<T> bits, Lanes lanes) {
-  isa::store_rows((raw<T>*)p, bits.rows, isa::mask_of(lanes.n));
+  isa::store_first((raw<T>*)p, bits.rows, lanes.n);
 }
 
 // for_active: f(lane) for the lanes that are covered, and in m
