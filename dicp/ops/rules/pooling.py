@@ -17,7 +17,7 @@ from dicp.ir.value import Builder, Indices, Shape, Value
 from dicp.ops import scalar as s
 from dicp.ops.rules.indexing import lookup, widened, zeros
 from dicp.ops.rules.joining import within
-from dicp.ops.rules.views import reshape
+from dicp.ops.rules.views import replaced, reshape
 from dicp.ops.table import Declined, Row, Rule, row
 
 # Windows up to this many elements are written out; larger ones become loops.
@@ -387,25 +387,29 @@ def adaptive_avg_pool(n: int) -> Rule:
 
 
 def adaptive_avg_pool_backward(n: int) -> Rule:
+    """One dim after another: each window's gradient is shared out along rows, then whole rows are."""
     def rule(b: Builder, node: torch.fx.Node, grad: Value, x: Value) -> Value:
         need_float(x)
-        ws = adaptive(x.shape, grad.shape, n)
         wide = ex.compute_dtype(grad.dtype)
-        containing = [[w.containing(b, k, wide) for k in range(w.overlap)] for w in ws]
-
-        def element(idx: Indices, j: Indices) -> Expr:
-            lead, h = idx[:len(idx) - n], idx[len(idx) - n:]
-            inside, share = ex.const(True, torch.bool), s.const(1, wide)
-            o: list[Index] = []
-            for axis, k, at in zip(containing, j, h, strict=True):
-                exists, window, part = axis[k](at)  # type: ignore[index]
-                inside, share = s.land(inside, exists), share * part
-                o.append(window)
-            return ex.masked(inside, lambda: grad((*lead, *o)) * share, 0)
-
-        return total(b, x.shape, tuple(w.overlap for w in ws), grad.dtype, element)
+        for w, dim in reversed(list(zip(adaptive(x.shape, grad.shape, n), range(-n, 0), strict=True))):
+            dim %= len(x.shape)
+            grad = shared_out(b, w, grad, dim, wide)
+            if dim > len(x.shape) - n and w.uniform is None:
+                grad = b.kept(grad)
+        return Value(x.shape, x.dtype, grad.fn)
 
     return rule
+
+
+def shared_out(b: Builder, w: Adaptive, grad: Value, dim: int, dtype: torch.dtype) -> Value:
+    """Each position of a dim has its share of the windows that contain it."""
+    containing = [w.containing(b, k, dtype) for k in range(w.overlap)]
+
+    def element(idx: Indices, k: Indices) -> Expr:
+        exists, window, part = containing[k[0]](idx[dim])  # type: ignore[index]
+        return ex.masked(exists, lambda: grad(replaced(idx, dim, window)) * part, 0)
+
+    return total(b, replaced(grad.shape, dim, w.size), (w.overlap,), dtype, element)
 
 
 def adaptive_max_pool(n: int) -> Rule:
