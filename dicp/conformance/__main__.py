@@ -165,7 +165,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.report:
         _need(device)
         vendors.require_backend(backend, args.modules)
-    folder = args.resume or Path(tempfile.mkdtemp(prefix="dicp_conformance_"))
+    if args.resume:
+        return checked(units, backend, device, args.resume, args)
+    with tempfile.TemporaryDirectory(prefix="dicp_conformance_") as folder:
+        return checked(units, backend, device, Path(folder), args)
+
+
+def checked(units: list[Unit], backend: str, device: str, folder: Path, args: argparse.Namespace) -> int:
+    """Run what the folder has no results of, and report on all."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "results.jsonl"
     same_run(folder, {"backend": backend, "device": device, "samples": args.samples})

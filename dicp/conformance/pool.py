@@ -20,6 +20,7 @@ from .worker import LOST_DEVICE
 START_SECONDS = 120.0
 DEATHS_PER_UNIT = 3  # cases that may kill a worker before the rest of a unit is given up
 HANGS_PER_UNIT = 1  # the same for cases that took the time limit, which may be minutes
+LINES = 10  # of a dead process's log, in a report
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class Death:
 
     check: str
     message: str
+
+
+def last_words(log: str) -> list[str]:
+    """The lines of a dead process's log that tell where it died: the frames of the thread that did, the last
+    call first, or else what it printed last."""
+    lines = log.splitlines()
+    at = next((k for k, line in enumerate(lines) if line.startswith("Current thread")), None)
+    return [x for x in lines if x][-LINES:] if at is None else lines[at + 1 : at + 1 + LINES]
 
 
 class WorkerDied(Exception):
@@ -42,7 +51,8 @@ class Worker:
     """One child process and its pipes."""
 
     def __init__(self, backend: str, modules: Sequence[str], log: Path, environment: dict[str, str]) -> None:
-        self._log = log.open("ab")
+        self._log = log.open("a+b")
+        self._begun = self._log.tell()  # of the log, when the last message was sent
         self._process = subprocess.Popen(
             [sys.executable, "-m", "dicp.conformance.worker", backend, *modules],
             stdin=subprocess.PIPE,
@@ -56,6 +66,7 @@ class Worker:
 
     def send(self, message: dict[str, Any]) -> None:
         """Hand over one line."""
+        self._begun = self._log.seek(0, os.SEEK_END)
         try:
             self._in.write(json.dumps(message).encode() + b"\n")
             self._in.flush()
@@ -89,11 +100,13 @@ class Worker:
 
     def _obituary(self) -> Death:
         code = self._process.wait()
+        self._log.seek(self._begun)
+        words = last_words(self._log.read().decode(errors="replace"))
         self._log.close()
         if code == LOST_DEVICE:
             return Death("crash", "the device was lost: a kernel read or wrote where it must not")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return Death("crash", f"the process ended with {how}")
+        return Death("crash", "\n  ".join([f"the process ended with {how}", *words]))
 
     @property
     def _in(self) -> IO[bytes]:
@@ -168,7 +181,7 @@ class _Attendant:
 
     def _alive(self) -> Worker:
         if self._worker is None:
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": "1"}
             self._worker = Worker(
                 self._pool.backend,
                 self._pool.modules,

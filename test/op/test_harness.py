@@ -372,6 +372,8 @@ def test_faults_are_found_and_named(toy_run: tuple[Path, subprocess.CompletedPro
         "tan": {"crash"},
         "gather": {"refusal"},
     }
+    (crash,) = {f["message"] for f in report["failures"] if f["operator"] == "erf"}
+    assert crash.startswith("the process ended with signal SIGABRT\n  ") and "in _crash" in crash
     lost = {f["operator"]: f["status"] for f in report["failures"] if "the device was lost" in f["message"]}
     assert lost == {"tan": "fail", "asinh": "upstream"}, "eager's own losses are not the backend's"
     how = {o["name"]: o["how"] for o in report["operators"]}
