@@ -540,10 +540,10 @@ def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
         a, b = as_index(args[0]), as_index(args[1])
         if a is not None and b is not None:
             return less(a, b) if x.op == "lt" else at_least(a, b)
-    if x.op == "masked" and args[0].op == "const":
+    if x.op in ("masked", "where") and args[0].op == "const":
         return args[1] if args[0].args[0] else args[2]  # type: ignore[no-any-return]
-    if x.op == "where" and args[0].op == "const":
-        return args[1] if args[0].args[0] else args[2]  # type: ignore[no-any-return]
+    if x.op in ("masked", "where") and args[1].op == "const" and args[1] == args[2]:
+        return args[1]  # type: ignore[no-any-return]
     if x.op in ("land", "lor"):
         return binary(x.op, *args)
     return Expr(x.op, args, x.dtype, x.note)

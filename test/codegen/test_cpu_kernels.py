@@ -87,6 +87,11 @@ def overwritten(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z
 
 
+def looked_up_and_padded(x: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Conditions in memory, which ends where the padding begins."""
+    return F.pad(torch.ops.aten._unsafe_masked_index(x, mask, [rows, None], 0), (0, 0, 3, 3))
+
+
 def twisted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.cat([F.pad(x, (1, 2)), y.flip(1)], 1).roll(3, 1).tril(2)
 
@@ -353,6 +358,13 @@ CASES: dict[str, Case] = {
     "circular_pad_3d": Case(lambda x: F.pad(x, (1, 2, 3, 1, 2, 2), mode="circular"), (rand(2, 3, 4, 5, 9),)),
     "overwritten_bf16": Case(overwritten, (rand(5, 6, 40, dtype=torch.bfloat16), rand(5, 3, 40, dtype=torch.bfloat16))),
     "overwritten_u8": Case(overwritten, (rand(5, 6, 40, dtype=torch.uint8), rand(5, 3, 40, dtype=torch.uint8))),
+    "padded_twice_bf16": Case(
+        lambda x: F.pad(F.pad(x, (1, 1, 1, 1)), (1, 1, 1, 1)), (rand(3, 5, dtype=torch.bfloat16),)
+    ),
+    "looked_up_and_padded_bf16": Case(
+        looked_up_and_padded,
+        (rand(50, 16, dtype=torch.bfloat16), rand(40, 1, dtype=torch.bool), below(50, 40)),
+    ),
     "reflect_pad": Case(lambda x: F.pad(x, (2, 3), mode="reflect"), (rand(3, 4, 9),)),
     "triangle": Case(lambda x: torch.triu(x, 1) + torch.arange(19), (rand(17, 19),)),
     "max_pool": Case(lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (rand(2, 3, 11, 13),)),

@@ -47,7 +47,7 @@ class KernelWriter:
             how, where = self.writer.place(s.buffer, s.index, scope, None)
             copied = self._copied(s, scope) if how == "" else None
             value = copied or self.writer.write(s.value, scope)
-            if how != "one" and not self.writer.is_vector(s.value):
+            if copied is None and how != "one" and not self.writer.is_vector(s.value):
                 value = f"splat<{VECTOR[s.value.dtype]}>({value})"
             elif how == "one" and self.writer.is_vector(s.value):
                 # an expanded result: every lane writes the same place
@@ -108,7 +108,7 @@ class KernelWriter:
             held = f", {mask.name}" if mask else ""
             scope.lines.append(f"const auto {name} = load_bits({where}, {scope.lanes}{held});")
             return name
-        cond = self.writer.write(value.args[0], scope)
+        cond = self.writer.write(value.args[0], scope, mask)
         inner = self._bits(value.args[1], dtype, scope, self.writer.both(mask, Mask(cond, False), scope))
         other = self._bits(value.args[2], dtype, scope, mask)
         scope.lines.append(f"const auto {name} = {cond} ? {inner} : {other};")
