@@ -33,7 +33,7 @@ EXTRA = """addmv lift lift_fresh native_batch_norm _native_batch_norm_legit _bat
 
 
 # Rows without a rule that are made of others: taken apart for a vendor that does not keep them.
-OPENED = frozenset("addmm baddbmm _addmm_activation".split())
+OPENED = frozenset("addmm baddbmm _addmm_activation _int_mm".split())
 
 PRODUCTS = "mm bmm addmm baddbmm".split()
 
@@ -101,6 +101,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
     """Ops that torch does not take apart, or not as exactly as eager computes them."""
     aten = torch.ops.aten
     return {
+        aten._int_mm.default: quantized.int_mm,
         aten.addbmm.default: addbmm,
         aten.channel_shuffle.default: channel_shuffle,
         aten.grid_sampler_2d.default: grid_sampler,

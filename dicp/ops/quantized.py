@@ -1,5 +1,5 @@
 """Quantizing and dequantizing as torch.ao spells it in graphs (`quantized_decomposed`), taken apart so that
-it fuses with what is before and behind it. The numbers are eager's."""
+it fuses with what is before and behind it; and products of int8. The numbers are eager's."""
 
 from __future__ import annotations
 
@@ -65,3 +65,20 @@ def _fits(dtype: torch.dtype, low: int, high: int) -> bool:
         return False
     limits = torch.iinfo(dtype)
     return limits.min <= low and high <= limits.max
+
+
+EXACT_DEPTH = 1024
+"""Products of two numbers of int8, 2^14 at the most, of which float32 holds every sum."""
+
+
+def int_mm(a: Any, b: Any) -> Any:
+    """[M, K] @ [K, N] of int8 as int32: products in float32, which are exact, of parts of the depth. Where
+    the processor has no instruction for int8, ATen multiplies element by element."""
+    if not isinstance(a.shape[1], int) or a.shape[1] == 0:
+        return NotImplemented
+    total: Any = None
+    for k in range(0, a.shape[1], EXACT_DEPTH):
+        left, right = a[:, k : k + EXACT_DEPTH], b[k : k + EXACT_DEPTH]
+        part = (left.float() @ right.float()).int()
+        total = part if total is None else total + part
+    return total

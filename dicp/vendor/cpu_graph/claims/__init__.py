@@ -33,6 +33,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     aten,
     dtype_of,
     multiplies,
+    multiplies_int8,
     onednn_has,
 )
 from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
@@ -67,7 +68,7 @@ def _empty(node: fx.Node) -> bool:
 
 def keeps(op: Any) -> bool:
     """Whether some use of the op is claimed."""
-    return op in _table()
+    return op in _table() or op is aten._int_mm.default and multiplies_int8()
 
 
 def supports(target: Any, node: fx.Node) -> bool:
