@@ -233,6 +233,8 @@ def round_to(x: Expr, dtype: torch.dtype) -> Expr:
     if x.op == "load" and len(x.args) > 2 and x.args[2] == dtype:
         return x
     x = cast(x, torch.float32)
+    if x.op == "cast" and x.args[0].dtype in (torch.bool, torch.int8, torch.uint8):
+        return x  # all of those are among them
     if x.op == "const":
         return const(torch.tensor(x.args[0], dtype=dtype).item(), torch.float32)
     return Expr("round", (x, dtype), torch.float32)

@@ -60,6 +60,15 @@ def test_low_precision_is_computed_in_float32() -> None:
     assert rounded.dtype == F32 and ex.round_to(rounded, torch.bfloat16) is rounded
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_of_what_a_low_precision_holds_is_nothing(dtype: torch.dtype) -> None:
+    for narrow in (torch.bool, torch.int8, torch.uint8):
+        held = ex.cast(load(dtype=narrow), F32)
+        every = torch.arange(-300, 300).to(narrow)
+        assert ex.round_to(held, dtype) is held and torch.equal(every.to(dtype).to(F32), every.to(F32))
+    assert ex.round_to(ex.cast(load(dtype=torch.int16), F32), dtype).op == "round"
+
+
 def test_python_numbers_take_the_other_operands_dtype() -> None:
     assert (x + 1).args[1] == ex.const(1.0, F32)
     assert (2 * load(dtype=I64)).args[0] == ex.const(2, I64)
