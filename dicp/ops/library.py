@@ -5,6 +5,7 @@ graph still runs in eager PyTorch. They are functional, and used after autograd:
 
     linear     y = act(x @ w.T + b) + other          other: [..., N], added after the activation
     scaled_linear  y = act(x @ w.T * scale + b) + other   w: int8
+    group_scaled_linear  y = x @ ((w - zero) * scale).T   w: int8, uint8; scale, zero: of groups of depth
     linears    y, ... = act(n(x) @ w.T * scale + b), ...  n: x, or its RMS norm; gated: one y, of two w
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
     separable  y = conv(act2(conv(act1(conv(x, w1, b1)), w2, b2)), w3, b3) + other    any, depthwise, 1x1
@@ -38,6 +39,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _SCHEMAS = (
     "linear(Tensor x, Tensor w, Tensor? b, Tensor? other, str act='none') -> Tensor",
     "scaled_linear(Tensor x, Tensor w, Tensor? scale, Tensor? b, Tensor? other, str act='none') -> Tensor",
+    "group_scaled_linear(Tensor x, Tensor w, Tensor scale, Tensor? zero) -> Tensor",
     "linears(Tensor x, Tensor? norm, float eps, Tensor[] w, Tensor[] scale, Tensor[] b, str act, bool gated) "
     "-> Tensor[]",
     "conv(Tensor x, Tensor w, Tensor? b, Tensor? other, int[] stride, int[] padding, int[] dilation, "
@@ -62,6 +64,7 @@ def register() -> torch.library.Library:
     implementations = {
         "linear": (linear, _linear_fake),
         "scaled_linear": (scaled_linear, _scaled_linear_fake),
+        "group_scaled_linear": (group_scaled_linear, lambda x, w, *_: _linear_fake(x, w, None, None)),
         "linears": (linears, _linears_fake),
         "conv": (conv, _conv_fake),
         "separable": (separable, _separable_fake),
@@ -108,6 +111,15 @@ def _scaled_linear_fake(
     x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None, other: Tensor | None, act: str = "none"
 ) -> Tensor:
     return _linear_fake(x, w, b, other, act)
+
+
+def group_scaled_linear(x: Tensor, w: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """x @ ((w - zero) * scale).T.  x: [M, K], w: [N, K] of int8 or uint8; scale and zero: [N, G], each number
+    for K / G of w's row, one after the other. zero: of a float dtype or w's."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    groups = w.to(compute).unflatten(1, (scale.shape[1], -1))
+    groups = groups if zero is None else groups - zero.to(compute).unsqueeze(-1)
+    return (x.to(compute) @ (groups * scale.to(compute).unsqueeze(-1)).flatten(1).t()).to(x.dtype)
 
 
 def linears(

@@ -1,4 +1,7 @@
-"""Weights stored as int8, as models write them: what a product's operand is made of before it is cast."""
+"""Weights stored as int8, as models write them: what a product's operand is made of before it is cast.
+
+Scales are of columns (`stored`), or of groups along the depth (`stored_by_groups`): mostly of four bits.
+"""
 
 from __future__ import annotations
 
@@ -61,3 +64,47 @@ def is_scale(s: Any, scaled: Node, by_rows: bool) -> bool:
     while len(shape) > len(expected) and known_equal(shape[0], 1):
         shape = shape[1:]
     return len(shape) == len(expected) and all(known_equal(m, n) for m, n in zip(shape, expected))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A product's operand [K, N]: w less zero, times scale. w: [N, G, K / G] of int8 or uint8; scale and
+    zero: [N, G, 1]."""
+
+    w: Node
+    scale: Node
+    zero: Node | None
+
+
+def stored_by_groups(operand: Any) -> Groups | None:
+    """[K, N] = permute(view(mul(sub(cast(w), cast(zero)), scale)))"""
+    if operand.target is not aten.permute.default or list(operand.args[1]) != [1, 0]:
+        return None
+    rows = operand.args[0]
+    scaled = rows.args[0] if rows.target is aten.view.default else None
+    if not isinstance(scaled, Node) or rank(scaled) != 3 or scaled.target is not aten.mul.Tensor:
+        return None
+    sizes = tuple(value_of(scaled).shape)
+    if not all(isinstance(n, int) for n in sizes) or not _has(rows, (sizes[0], sizes[1] * sizes[2])):
+        return None
+    of_groups = (*sizes[:2], 1)
+    a, b = scaled.args
+    scale, shifted = (a, b) if _has(a, of_groups) else (b, a)
+    if not _has(scale, of_groups) or not _has(shifted, sizes) or not value_of(scale).is_floating_point():
+        return None
+    zero = None
+    if shifted.target is aten.sub.Tensor and shifted.kwargs.get("alpha", 1) == 1:
+        shifted, zero = shifted.args
+        if not _has(shifted, sizes) or not _has(zero, of_groups):
+            return None
+        zero = zero.args[0] if is_plain_cast(zero) and value_of(zero.args[0]).dtype in _NARROW else zero
+    if not is_plain_cast(shifted) or value_of(shifted.args[0]).dtype not in _NARROW:
+        return None
+    return Groups(shifted.args[0], scale, zero)
+
+
+_NARROW = (torch.int8, torch.uint8)
+
+
+def _has(x: Any, sizes: tuple[int, ...]) -> bool:
+    return is_tensor(x) and tuple(value_of(x).shape) == sizes

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from dicp.compat import known_equal
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_contiguous, is_tensor, rank, same_dtype, same_shape, value_of
-from dicp.passes.int8_weights import Stored, is_scale, stored
+from dicp.passes.int8_weights import Stored, is_scale, stored, stored_by_groups
 from dicp.passes.pack import may_pack
 from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
 
@@ -43,7 +43,8 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
     Products with an untransposed weight (GPT-2's Conv1D) take part where something follows them, or where it
     is constant and the vendor may want it in a form of its own. Where the weight is int8 and cast, scaled
-    before or after the product, the call is dicp.scaled_linear, for a vendor that claims it.
+    before or after the product, the call is dicp.scaled_linear, for a vendor that claims it; where it is
+    scaled by groups of its depth, dicp.group_scaled_linear.
     """
     nodes = [n for n in gm.graph.nodes if _products(n)]
     if not nodes:
@@ -51,10 +52,32 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     register()
     activations = activations_of(gm)
     for node in nodes:
+        if _rewrite_groups(node, vendor):
+            continue
         # asked again: an operand may have become a call meanwhile
         chains = (reversed(list(_chain(start, activations, vendor))) for start in _products(node))
         any(_apply(linear, vendor) for chain in chains for linear in chain)
     return finish(gm)
+
+
+def _rewrite_groups(node: Node, vendor: Claims) -> bool:
+    """addmm(b, x, permute(view((cast(w) - zero) * scale)))  ->  group_scaled_linear(x, w, scale, zero) + b"""
+    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+        return False
+    *b, x, weight = node.args
+    groups = stored_by_groups(weight)
+    if groups is None:
+        return False
+    emit, sizes = Emitter(node), value_of(groups.w).shape
+    w = emit(aten.view.default, groups.w, [sizes[0], sizes[1] * sizes[2]])
+    scale = emit(aten.view.default, groups.scale, list(sizes[:2]))
+    zero = None if groups.zero is None else emit(aten.view.default, groups.zero, list(sizes[:2]))
+    new = try_claim(vendor, torch.ops.dicp.group_scaled_linear.default, (x, w, scale, zero), at=node)
+    if new is None:
+        emit.undo()
+        return False
+    node.replace_all_uses_with(Emitter(node)(aten.add.Tensor, new, *b) if b else new)
+    return True
 
 
 def _apply(linear: Linear, vendor: Claims) -> bool:

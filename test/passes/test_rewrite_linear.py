@@ -216,6 +216,41 @@ class TestInt8Weights(TestCase, CheckPass):
         w, scale, b = torch.randint(-9, 9, (N, K), dtype=torch.int8), torch.rand(N), torch.rand(N)
         return canonicalize(graph_of(fn, torch.randn(B, S, K), w, scale, b))
 
+    def test_scaled_by_groups_of_the_depth(self) -> None:
+        def f(x: Any, w: Any, s: Any, z: Any, b: Any) -> Any:
+            groups = (w.view(N, 2, 4).float() - z.view(N, 2, 1).float()) * s.view(N, 2, 1)
+            return F.linear(x, groups.view(N, K), b)
+
+        w, z = (torch.randint(-9, 9, (N, n), dtype=torch.int8) for n in (K, 2))
+        g = graph_of(f, (S, K), w, torch.rand(N, 2), z, (N,))
+        self.assertExpectedInline(
+            show(self.check(rewrite_linear, canonicalize(g), EVERYTHING)),
+            """\
+graph(arg0_1: i8[4,8], arg1_1: i8[4,2], arg2_1: f32[4,2], arg3_1: f32[3,8], arg4_1: f32[4]):
+  v0: i8[4,2,4] = view(arg0_1, [4,2,4])
+  v1: i8[4,2,1] = view(arg1_1, [4,2,1])
+  v2: f32[4,2,1] = view(arg2_1, [4,2,1])
+  v3: i8[4,8] = view(v0, [4,8])
+  v4: f32[4,2] = view(v2, [4,2])
+  v5: i8[4,2] = view(v1, [4,2])
+  v6: f32[3,4] = dicp.group_scaled_linear(arg3_1, v3, v4, v5)
+  v7: f32[3,4] = add(v6, arg4_1)
+  return v7
+""",
+        )
+
+    def test_groups_that_are_not_such(self) -> None:
+        """A zero point that is scaled twice, scales of rows of another shape, a weight of 16 bits."""
+        w, s = torch.randint(-9, 9, (N, K), dtype=torch.int8), torch.rand(N, 2, 1)
+        for f in (
+            lambda x, w, s: x @ (torch.sub(w.view(N, 2, 4).float(), s, alpha=2) * s).view(N, K).t(),
+            lambda x, w, s: x @ (w.view(N, 2, 4).float() * s[:, :1]).view(N, K).t(),
+            lambda x, w, s: x @ (w.view(N, 2, 4).to(torch.int16).float() * s).view(N, K).t(),
+            lambda x, w, s: x @ (w.view(N, 2, 4).float() * s).view(K, N),
+        ):
+            g = canonicalize(graph_of(f, (S, K), w, s))
+            assert "group_scaled" not in show(self.check(rewrite_linear, g, EVERYTHING))
+
     def test_scaled_after_the_product(self) -> None:
         g = self.graph(lambda x, w, s, b: F.silu(F.linear(x, w.to(x.dtype)) * s + b))
         self.assertExpectedInline(show(self.check(rewrite_linear, g, EVERYTHING)), INT8_GRAPH)

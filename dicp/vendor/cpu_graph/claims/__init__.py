@@ -19,6 +19,7 @@ from dicp.vendor.cpu_graph.claims import (
     convolution,
     depthwise,
     embedding,
+    group_scaled,
     grouped,
     matmul,
     others,
@@ -85,6 +86,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         return ours or prefers_onednn(node)
     if target is torch.ops.dicp.scaled_linear.default:
         return bool(matmul.scaled_linear(node, None))
+    if target is torch.ops.dicp.group_scaled_linear.default:
+        return group_scaled.group_scaled(node, None) is not None
     if target is torch.ops.dicp.conv.default:
         if node.args[8] in rectified.TOPS:
             return rectified.serves(node) or winograd.is_ahead(node) or depthwise.is_ahead(node)
@@ -131,6 +134,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         aten.baddbmm.default: matmul.baddbmm,
         torch.ops.dicp.linear.default: matmul.linear,
         torch.ops.dicp.scaled_linear.default: matmul.scaled_linear,
+        torch.ops.dicp.group_scaled_linear.default: group_scaled.group_scaled,
         torch.ops.dicp.conv.default: convolution.conv,
         torch.ops.dicp.separable.default: separable.separable,
         torch.ops.dicp.attention.default: attention.attention,

@@ -112,10 +112,12 @@ DICP_INLINE int64_t shares_of(const Product& g) {
 }
 
 // W's rows are columns of y. A share of the columns is read as STREAMS streams far apart, each of them contiguous from
-// its first row of W to its last.
-template <int rows, Activation act, class T, class W, class S>
-DICP_INLINE void gemv_rows(const Product& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
-  constexpr int64_t UNIT = 16, ROWS = rows ? rows : 16;
+// its first row of W to its last. sum(b, r0, count, columns, sums, across) adds to sums[j * across + r * UNIT] the
+// products of `count` rows from r0 of a batch with those columns.
+constexpr int64_t UNIT = 16;
+template <int rows, Activation act, class T, class S, class F>
+DICP_INLINE void column_streams(const Product& g, Epilogue<T, S> e, T* y, F sum) {
+  constexpr int64_t ROWS = rows ? rows : 16;
   const int64_t shares = shares_of(g), share = (g.columns + shares - 1) / shares;
 #pragma omp parallel for collapse(2) schedule(static) if (shares > 1 || worth_threads(g))
   for (int64_t b = 0; b < g.batch; ++b)
@@ -124,23 +126,17 @@ DICP_INLINE void gemv_rows(const Product& g, const T* x, const W* w, Epilogue<T,
       const int64_t length = (last - first + STREAMS - 1) / STREAMS;
       for (int64_t r0 = 0; r0 < g.rows; r0 += ROWS) {
         const int64_t count = g.rows - r0 < ROWS ? g.rows - r0 : ROWS;
-        const T* const xb = x + b * g.x[0] + r0 * g.x[1];
         for (int64_t c = 0; c < length; c += UNIT) {
           const int64_t n = length - c < UNIT ? length - c : UNIT;
           float sums[STREAMS * ROWS * UNIT] = {};
-          for (int64_t i = 0; i < n; ++i)
-            for (int64_t k = 0; k < g.depth; k += DEPTH_BLOCK) {
-              const W* from[STREAMS];  // past the last column the last one again
-              for (int64_t j = 0; j < STREAMS; ++j) {
-                const int64_t column = first + j * length + c + i;
-                from[j] = w + b * g.w[0] + (column < last ? column : last - 1) * g.w[2] + k;
-              }
-              const int64_t depth = g.depth - k < DEPTH_BLOCK ? g.depth - k : DEPTH_BLOCK;
-              row_blocks<rows>(count, [&](int64_t r, auto size) {
-                dots<first_of(decltype(size)())>(xb + r * g.x[1] + k, g.x[1], from, depth, sums + r * UNIT + i, UNIT,
-                                                 ROWS * UNIT);
-              });
+          for (int64_t i = 0; i < n; ++i) {
+            int64_t columns[STREAMS];  // past the last column the last one again
+            for (int64_t j = 0; j < STREAMS; ++j) {
+              const int64_t column = first + j * length + c + i;
+              columns[j] = column < last ? column : last - 1;
             }
+            sum(b, r0, count, columns, sums + i, ROWS * UNIT);
+          }
           for (int64_t j = 0; j < STREAMS; ++j) {
             const int64_t column = first + j * length + c, some = last - column < n ? last - column : n;
             for (int64_t r = 0; r < count && some > 0; ++r)
@@ -149,6 +145,74 @@ DICP_INLINE void gemv_rows(const Product& g, const T* x, const W* w, Epilogue<T,
         }
       }
     }
+}
+
+template <int rows, Activation act, class T, class W, class S>
+DICP_INLINE void gemv_rows(const Product& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
+  const auto sum = [&](int64_t b, int64_t r0, int64_t count, const int64_t* columns, float* sums,
+                       int64_t across) INLINE {
+    const T* const xb = x + b * g.x[0] + r0 * g.x[1];
+    for (int64_t k = 0; k < g.depth; k += DEPTH_BLOCK) {
+      const W* from[STREAMS];
+      for (int64_t j = 0; j < STREAMS; ++j) from[j] = w + b * g.w[0] + columns[j] * g.w[2] + k;
+      const int64_t depth = g.depth - k < DEPTH_BLOCK ? g.depth - k : DEPTH_BLOCK;
+      row_blocks<rows>(count, [&](int64_t r, auto size) {
+        dots<first_of(decltype(size)())>(xb + r * g.x[1] + k, g.x[1], from, depth, sums + r * UNIT, UNIT, across);
+      });
+    }
+  };
+  column_streams<rows, act>(g, e, y, sum);
+}
+
+// sums[j][r] += x[r] . (w[j] - zero[j]) * scale[j], each zero and scale for `size` elements, whole vectors; zero may
+// be null
+template <int rows, class T, class W, class S, class Z>
+DICP_INLINE void group_dots(const T* x, int64_t x_row, const W* const* w, const S* const* scale, const Z* const* zero,
+                            int64_t groups, int64_t size, float* sums, int64_t sums_row, int64_t sums_stream) {
+  vf32 total[rows][STREAMS] = {};
+  for (int64_t g = 0; g < groups; ++g) {
+    vf32 acc[rows][STREAMS] = {}, low[STREAMS];
+    times<STREAMS>([&](int j) INLINE {
+      low[j] = splat<vf32>(zero ? (float)decode_one(zero[j][g]) : 0.0f);
+      for (int64_t k = 0; AHEAD && k < size; k += 64) __builtin_prefetch((const char*)(w[j] + g * size + k) + AHEAD);
+    });
+    for (int64_t k = g * size; k < (g + 1) * size; k += LANES) {
+      vf32 a[rows];
+      times<rows>([&](int r) INLINE { a[r] = load(x + r * x_row + k, Full()); });
+      times<STREAMS>([&](int j) INLINE {
+        const vf32 b = cast<vf32>(load(w[j] + k, Full())) - low[j];
+        times<rows>([&](int r) INLINE { acc[r][j] = fma(a[r], b, acc[r][j]); });
+      });
+    }
+    times<STREAMS>([&](int j) INLINE {
+      const vf32 by = splat<vf32>((float)decode_one(scale[j][g]));
+      times<rows>([&](int r) INLINE { total[r][j] = fma(by, acc[r][j], total[r][j]); });
+    });
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int j = 0; j < STREAMS; ++j) sums[j * sums_stream + r * sums_row] += hsum(total[r][j]);
+}
+
+// y = x ((w - zero) * scale)^T of dense rows; scale and zero: [columns, groups]
+template <int rows, class T, class W, class S, class Z>
+int32_t group_gemv(const T* x, const W* w, const S* scale, const Z* zero, T* y, int64_t groups, const int64_t* sizes) {
+  const Product& g = *(const Product*)sizes;
+  const auto sum = [&](int64_t, int64_t r0, int64_t count, const int64_t* columns, float* sums, int64_t across) INLINE {
+    const W* from[STREAMS];
+    const S* by[STREAMS];
+    const Z* low[STREAMS];
+    for (int64_t j = 0; j < STREAMS; ++j) {
+      from[j] = w + columns[j] * g.w[2];
+      by[j] = scale + columns[j] * groups;
+      low[j] = zero + columns[j] * groups;
+    }
+    row_blocks<rows>(count, [&](int64_t r, auto size) {
+      group_dots<first_of(decltype(size)())>(x + (r0 + r) * g.x[1], g.x[1], from, by, zero ? low : nullptr, groups,
+                                             g.depth / groups, sums + r * UNIT, UNIT, across);
+    });
+  };
+  column_streams<rows, LIMITED>(g, Epilogue<T, float>(), y, sum);
+  return 0;
 }
 
 // W's columns are columns of y: their sums stay in the first-level cache, a piece of a share at a time
