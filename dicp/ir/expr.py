@@ -544,11 +544,16 @@ def _rebuild(x: Expr, args: tuple[Any, ...]) -> Expr:
             return less(a, b) if x.op == "lt" else at_least(a, b)
     if x.op in ("masked", "where") and args[0].op == "const":
         return args[1] if args[0].args[0] else args[2]  # type: ignore[no-any-return]
-    if x.op in ("masked", "where") and args[1].op == "const" and args[1] == args[2]:
+    if x.op in ("masked", "where") and args[1].op == "const" and args[1] == args[2] and not _checks(args[0]):
         return args[1]  # type: ignore[no-any-return]
     if x.op in ("land", "lor"):
         return binary(x.op, *args)
     return Expr(x.op, args, x.dtype, x.note)
+
+
+def _checks(x: Expr) -> bool:
+    """Whether computing x may raise an error of the user's."""
+    return any(e.op in ("check", "nonzero") for e in walk(x))
 
 
 def _truncates(x: Expr) -> bool:

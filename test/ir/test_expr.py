@@ -127,6 +127,15 @@ def test_does_not_fold_what_nan_or_zero_would_spoil(e: Expr) -> None:
     assert e.op in ("add", "mul", "sub", "div", "where")
 
 
+def test_a_choice_among_equal_constants_is_no_choice_unless_it_checks_something() -> None:
+    zero = ex.const(0.0, F32)
+    checked = Expr("check", (load("at", dtype=I64), ex.const(3, I64), 1, 0), I64)
+    for cond, kept in ((m, False), (ex.binary("lt", checked, 2), True)):
+        chosen = Expr("masked", (cond, x, zero), F32)
+        (same,) = ex.rewrite((chosen,), lambda e: zero if e == x else None)
+        assert (same.op == "masked") == kept and (kept or same == zero)
+
+
 def test_conversion_of_a_float_constant_to_an_integer_is_left_to_run_time() -> None:
     """C and torch agree on what is undefined only when neither is asked at compile time."""
     assert ex.cast(ex.const(math.inf, F32), I64).op == "cast"
