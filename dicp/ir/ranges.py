@@ -26,10 +26,11 @@ def change(cond: Expr, var: Var) -> tuple[int, bool] | None:
     return at, (cond.op == "lt") == (step > 0)
 
 
-def assuming(x: Expr, cond: Expr, holds: bool = True) -> Expr:
-    """x where cond holds, or does not: without the conditions that are decided there."""
+def assuming(x: Expr, cond: Expr) -> Expr:
+    """x where cond holds: without the conditions that are decided there. What is read elsewhere has to keep
+    its own, which guard it."""
     moved: dict[ix.Atom, Index] = {}
-    for var, (first, end) in _ranges(cond, holds).items():
+    for var, (first, end) in _ranges(cond).items():
         if first < end:
             moved[var] = ix.of(Var(var.name, end - first)) + first
     if not moved:
@@ -48,17 +49,17 @@ def assuming(x: Expr, cond: Expr, holds: bool = True) -> Expr:
     return ex.rewrite((x,), decided)[0]
 
 
-def _ranges(cond: Expr, holds: bool) -> dict[Var, tuple[int, int]]:
-    """The ranges of loop variables outside which cond does not hold, or does."""
+def _ranges(cond: Expr) -> dict[Var, tuple[int, int]]:
+    """The ranges of loop variables outside which cond does not hold."""
     known: dict[Var, tuple[int, int]] = {}
-    for e in _all_of(cond) if holds or cond.op != "land" else ():
+    for e in _all_of(cond):
         for var in ex.variables(e) if e.op in ("lt", "ge") else ():
             found = change(e, var)
             if found is None or not isinstance(var.size, int):
                 continue
             at, before = found
             first, end = known.get(var, (0, var.size))
-            known[var] = (first, min(end, at)) if before == holds else (max(first, at), end)
+            known[var] = (first, min(end, at)) if before else (max(first, at), end)
     return known
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -389,6 +390,13 @@ def test_reports_are_well_formed(toy_run: tuple[Path, subprocess.CompletedProces
     page = (folder / "r.html").read_text()
     assert "{{" not in page and page.count("<script>") == page.count("</script>") == 1
     assert "FAILED" in done.stdout and "by grade" in done.stdout
+
+
+def test_a_run_that_nobody_resumes_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    few = ["--ops", "^mul$", "--dtypes", "float32", "--samples", "1", "--workers", "1"]
+    assert command.main(["--backend", "aot_eager", *few]) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_resumes(toy_run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

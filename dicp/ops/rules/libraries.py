@@ -1,4 +1,5 @@
-"""Rows of ops without a rule: a vendor's library serves them, or eager does. They are never decomposed."""
+"""Rows of ops without a rule: a vendor's library serves them, or eager does. Of these, only
+decompositions.OPENED are decomposed, for a vendor that does not keep them."""
 
 from __future__ import annotations
 

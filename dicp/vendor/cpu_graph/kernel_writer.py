@@ -97,7 +97,7 @@ class KernelWriter:
             return not self.writer.is_vector(cond) and all(self._is_copy(e, dtype) for e in either)
         if value.op == "load":
             return self.writer.params[value.args[0]] == dtype and self.writer.is_contiguous(value.args[1])
-        return value.op == "const" and repr(value.args[0]) in ("0", "0.0", "False")
+        return value.op == "const" and repr(value.args[0]) in ("0", "0.0", "False")  # -0.0 is a bit
 
     def _bits(self, value: Expr, dtype: torch.dtype, scope: Scope, mask: Mask | None = None) -> str:
         if value.op == "const":

@@ -61,7 +61,7 @@ def test_other_rows_and_groups_are_products_of_floats(rows: int, size: int) -> N
 
 
 def test_what_is_read_lies_anywhere() -> None:
-    """Views whose rows begin apart, x by columns."""
+    """Scales whose rows begin apart, x by columns, a part of a weight."""
     w, scale, zero = weights(64, 4, 32, torch.float32, torch.int8)
     wide, scales = torch.cat([w, w], 1), torch.cat([scale, scale], 1)
     check(
