@@ -8,6 +8,7 @@ import functools
 import torch
 
 from dicp.compat import torch_library
+from dicp.runtime.cpu import pairs_are_slow
 from dicp.vendor.cpu_graph import toolchain
 
 _SYMBOLS = {
@@ -21,7 +22,8 @@ _CPU_FLAGS = {
 
 
 def available(dtype: torch.dtype | None) -> bool:
-    """Whether this CPU and this libtorch have them, whatever code is generated for."""
+    """Whether this CPU and this libtorch have them, and they are not slower than float32's, whatever code is
+    generated for."""
     return dtype in _available()
 
 
@@ -33,6 +35,7 @@ def _available() -> frozenset[torch.dtype]:
         dtype
         for dtype, symbol in _SYMBOLS.items()
         if flags >= _CPU_FLAGS[dtype] and hasattr(exported, symbol)
+        and not (dtype == torch.bfloat16 and pairs_are_slow())
     )
 
 

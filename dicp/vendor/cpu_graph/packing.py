@@ -1,5 +1,5 @@
-"""Weights in the forms that calls compute with, made once: oneDNN's own formats, opaque tensors which its
-calls take by handle.
+"""Weights in the forms that calls compute with, made once: oneDNN's and MKL's own formats, opaque tensors
+which their calls take by handle.
 
 A form is the text of a tuple, as `packs` gives it and programs keep it.
 """
@@ -34,6 +34,19 @@ class Packed:
     def data_ptr(self) -> int:
         """The handle: the program passes on what it gets as an address."""
         return self._handle
+
+
+class PackedAndPlain(Packed):
+    """A weight as MKL computes with it, for so many rows, and as it was, for others: two handles."""
+
+    def __init__(self, tensor: torch.Tensor, weight: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.plain = Packed(weight)
+        self.words = torch.tensor([self._handle, self.plain.data_ptr()])
+
+    def data_ptr(self) -> int:
+        """The address of the words."""
+        return self.words.data_ptr()
 
 
 class Window(Packed):
@@ -87,6 +100,9 @@ def pack(weight: torch.Tensor, form: str) -> Packed | torch.Tensor:
         return panels(weight.detach())
     if kind == "linear":  # of rows: oneDNN takes no others
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), *how))
+    if kind == matmul.MKL:
+        weight = weight.detach().contiguous()
+        return PackedAndPlain(torch.ops.mkl._mkl_reorder_linear_weight(weight, *how), weight)
     return Window(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how), weight.detach())
 
 

@@ -38,6 +38,7 @@ int32_t aoti_torch_cpu__linear_pointwise(Handle x, Handle w, Handle* bias, const
                                          int64_t n_scalars, const char** algorithm, Handle* out);
 int32_t aoti_torch_cpu__linear_pointwise_binary(Handle x, Handle other, Handle w, Handle* bias, const char* op,
                                                 Handle* out);
+int32_t aoti_torch_cpu__mkl_linear(Handle x, Handle packed, Handle w, Handle* bias, int64_t rows, Handle* out);
 int32_t aoti_torch_cpu_convolution(Handle x, Handle w, Handle* bias, const int64_t* stride, int64_t, const int64_t* pad,
                                    int64_t, const int64_t* dilation, int64_t, int32_t transposed, const int64_t* opad,
                                    int64_t, int64_t groups, Handle* out);
