@@ -42,7 +42,8 @@ def test_more_rows_of_bf16() -> None:
     x, w = torch.randn(13, 301, dtype=torch.bfloat16), torch.randn(517, 301, dtype=torch.bfloat16)
     check(lambda x, w: F.linear(x, w), x, w)
     torch._dynamo.reset()
-    check(lambda x, w: x[:5] @ w.view(301, 517), x, w, claim="BLAS")
+    library = "BLAS" if multiplies(torch.bfloat16) else "tiles"
+    check(lambda x, w: x[:5] @ w.view(301, 517), x, w, claim=library)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,7 +120,8 @@ VARYING: dict[str, Fn] = {  # x: [M, K], w: [N, K]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", VARYING)
 def test_rows_that_vary(form: str, dtype: torch.dtype) -> None:
-    """Each number of rows gives the bits of a compile for it alone: few by the template, many by the library."""
+    """Each number of rows gives the bits of a compile for it alone: few by the template, many by the library; but
+    for SiLU, where the library of many has none: then a kernel computes it for all."""
     w = torch.randn(1032, 301, dtype=dtype) / 4
     varying = torch.compile(VARYING[form], backend="dicp_cpu", dynamic=True)
     seen: list[Compiled] = []
@@ -131,8 +133,10 @@ def test_rows_that_vary(form: str, dtype: torch.dtype) -> None:
         with observe(seen.append):
             got = varying(x, w)
         alone = torch.compile(lambda x, w: VARYING[form](x, w), backend="dicp_cpu", dynamic=False)
-        assert torch.equal(got, alone(x, w)), rows
-    (call,) = seen[0].program.library_calls
+        (call,) = seen[0].program.library_calls
+        apart = form == "linear, residual" and call.claim.name.startswith("addmm")
+        near = 2 * torch.finfo(dtype).eps if apart else 0
+        torch.testing.assert_close(got, alone(x, w), rtol=near, atol=near)
     assert ": few rows, or " in call.claim.name and len(seen) == 1
 
 

@@ -63,7 +63,8 @@ def test_gelu_is_exact(approximate: str, most: float) -> None:
     x, far = torch.linspace(-6, 6, 300_001), torch.tensor(FAR)
     error = (torch.compile(gelu, backend="dicp_cpu")(x).double() - gelu(x.double())).abs()
     assert (error / x.double().abs().clamp_min(1)).max() <= most
-    torch.testing.assert_close(torch.compile(gelu, backend="dicp_cpu")(far), gelu(far), equal_nan=True,
+    # eager makes NaN of infinity on some processors
+    torch.testing.assert_close(torch.compile(gelu, backend="dicp_cpu")(far), gelu(far.double()).float(), equal_nan=True,
                                rtol=2e-7, atol=0)
 
 
