@@ -298,9 +298,13 @@ MKL = "mkl"
 def prefers_packed_mkl(node: fx.Node) -> bool:
     """Whether MKL serves a product of a constant weight best, which it then has in its own form: in float32
     on Intel (256 rows of 768 by 3072: 331 GF/s, 294 by oneDNN's packed weights, 265 unpacked). Its call has
-    nothing behind the sum but a bias."""
+    nothing behind the sum but a bias. It allocates its result, as oneDNN's: a large one takes as long for its
+    new pages as packing as much of a weight (768 by 30522: 256 rows 38 ms for 49, 1024 rows 187 for 171)."""
     plain = argument(node, 4, "act", "none") == "none" and argument(node, 3, "other", None) is None
-    return plain and _left(node).dtype == torch.float32 and cpu_maker() == "intel" and MKL_IS_THERE
+    if not plain or cpu_maker() != "intel" or not MKL_IS_THERE:
+        return False
+    x, w = _left(node), node.args[1].meta["val"]  # type: ignore[union-attr]
+    return x.dtype == torch.float32 and not (result_is_large(node) and _result_bytes(node) >= bytes_of(w))
 
 
 def prefers_panels(node: fx.Node) -> bool:
