@@ -15,6 +15,7 @@ from dicp.config import Config
 from dicp.ir import index as ix
 from dicp.ir.meta_keys import PACKED
 from dicp.passes.facts import bytes_of, is_saved
+from dicp.passes.freeze import is_constant
 from dicp.runtime.cpu import cpu_flags, cpu_maker
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
@@ -62,21 +63,37 @@ def prefers_tiles(node: fx.Node) -> bool:
     """Whether our own tiles serve a product better than the libraries do.
 
     They do where those have no products of a low precision. In float32 they are ahead of MKL on AMD with
-    AVX2, however the operands lie (scripts/products.py). Where MKL is not at its peak, they serve what oneDNN
-    does not, or not as well (`_by_onednn`).
+    AVX2, however the operands lie (scripts/products.py), and on Intel with few rows (`_reads_as_stored`).
+    Where MKL is not at its peak, they serve what oneDNN does not, or not as well (`_by_onednn`).
     """
     if gemm("product", node) is None:
         return False
     x = _left(node)
     if x.dtype in LOW:
         return not multiplies(x.dtype)
-    if cpu_maker() != "amd" or not _from_memory(node):
+    if not _from_memory(node):
         return False
+    if cpu_maker() != "amd":
+        return cpu_maker() == "intel" and _reads_as_stored(node)
     return not halved_by_mkl() or not _by_onednn(node)
+
+
+def _reads_as_stored(node: fx.Node) -> bool:
+    """Whether x has so few rows that MKL, which packs a weight first, is behind tiles, which read it along the
+    depth as stored: 32 rows 130 GF/s for 175, 128 rows 215 for 230, 256 rows level (scripts/products.py;
+    two Intel cores of the 5th generation). Constant weights MKL has packed beforehand."""
+    at, rows = operands_of(node), math.prod(_left(node).shape[:-1])
+    if at is None or is_batched(node) or "avx512f" not in cpu_flags():
+        return False
+    w = node.args[at.w]
+    along_depth = known_equal(w.meta["val"].stride(-1 if at.transposed else -2), 1)  # type: ignore[union-attr]
+    few = isinstance(rows, int) and FEW_ROWS < rows <= TURNED_ROWS_OF_INTEL
+    return few and along_depth and not is_constant(w)
 
 
 TURNED_ROWS = 64
 """Rows up to which tiles, which turn x, are ahead of oneDNN, which turns a weight (scripts/products.py)."""
+TURNED_ROWS_OF_INTEL = 128
 LARGE_RESULT = 24 << 20
 """Bytes of a result from which on tiles, which write where results are kept, are preferred to oneDNN, which
 allocates what it returns: from 32 MB on malloc maps memory anew for each, whose pages cost more than the call
