@@ -22,8 +22,9 @@ these.
 
 Held and warm bytes together stay within what was held at once and an eighth more, for the holes between
 pieces; beyond, warm pages go back to the system, the highest addresses first. All of them go when a program
-does, and by `dicp.release_memory`, and what is held then when it is dropped. While the forward of a training
-step runs, warm pages rest: the system may have them if it is short of memory (madvise, MADV_FREE).
+does, and by `dicp.release_memory`, and what is held then when it is dropped. They are not lent to the system
+meanwhile (madvise, MADV_FREE): the first write to each page so marked cost a tenth of a training step on an
+Intel processor (LLaMA 391 ms for 342, ResNet-50 290 for 273, BERT 867 for 772), without counting as a fault.
 
 In one thing such a tensor differs from torch's own: its storage cannot be resized, as that of a tensor on an
 array of numpy's cannot. `resize_` to more elements and `untyped_storage().resize_` raise RuntimeError.
@@ -46,7 +47,7 @@ from typing import Any
 import torch
 
 from dicp.compat import empty_strided_cpu, window
-from dicp.runtime.malloc import Idle, keep_more
+from dicp.runtime.malloc import Idle
 from dicp.runtime.spans import Span, Spans
 
 LARGE = 1 << 20
@@ -57,10 +58,9 @@ PIECE = 1 << 18
 SLACK = 8  # part of what was held at once that may be warm beside it
 _LINE = 64
 _PAGE = mmap.PAGESIZE
-_FREE: int | None = getattr(mmap, "MADV_FREE", None)
 _LINUX = sys.platform == "linux"
 _NORESERVE = 0x4000 if _LINUX else 0  # which the module does not name
-_GONE = mmap.MADV_DONTNEED if _LINUX else _FREE  # elsewhere the former keeps the pages
+_GONE: int | None = mmap.MADV_DONTNEED if _LINUX else getattr(mmap, "MADV_FREE", None)  # else the pages stay
 
 Program = Callable[..., Any]
 
@@ -207,15 +207,6 @@ class Pool:
         if last > first and advice is not None and self._pages is not None:
             with contextlib.suppress(OSError):
                 self._pages.madvise(advice, first, last - first)
-
-    def rest(self) -> None:
-        """Called as a training step begins: what is warm, gradients of the last one above all, may go."""
-        keep_more()
-        with self._guard as alone:
-            if alone:
-                self._collect()
-                for span in self._spans.warm_spans():
-                    self._advise(span, _FREE)
 
     def clear(self) -> None:
         """Give back what is warm, and what is held now when it is dropped."""

@@ -29,6 +29,7 @@ from dicp.runtime.failure import broken_claim
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.host_numbers import host_number
 from dicp.runtime.marked_tensors import plain
+from dicp.runtime.malloc import keep_more
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.sizes import Sizes, spelled
@@ -65,6 +66,7 @@ class Runner:
             "empty_strided": empty_strided_cpu,
             "ARENA": ARENA,
             "POOL": POOL,
+            "keep_more": keep_more,
             "slots": support.slots,
             "steal": tensors_from_handles,
             "expect": support.expect,
@@ -111,7 +113,7 @@ class Runner:
         self.lines.append(FIRST_LINE)
         self._inputs()
         self._lay_out()
-        self._let_results_rest()
+        self._keep_what_steps_drop()
         self._take_arena()
         for name, constant in self.lowered.constants.items():
             self.names[name] = name
@@ -172,11 +174,11 @@ class Runner:
         self.lines.append(f"arena_bytes, {', '.join(names)} = arena({sizes})")
         self.sizes.bound |= set(names)
 
-    def _let_results_rest(self) -> None:
-        """Before memory is taken that would add to what is idle until the backward."""
+    def _keep_what_steps_drop(self) -> None:
+        """In malloc, which else returns to the system what a forward saves as the backward drops it."""
         results = [b for b in self.lowered.buffers.values() if b.kind == "output"]
         if self.program.results == "saved" and any(self._is_large(b, PIECE) for b in results):
-            self.lines.append("POOL.rest()")
+            self.lines.append("keep_more()")
 
     def _is_large(self, b: Buffer, nbytes: int) -> bool:
         """At the sizes of the example; not where those are known only while the program runs."""

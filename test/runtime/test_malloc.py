@@ -54,14 +54,13 @@ def test_what_a_step_drops_stays_with_malloc(training: bool) -> None:
     """Of blocks at the end of its heap, whose pages the next step would have to touch anew."""
     code = f"""
 import ctypes
-from dicp.runtime.malloc import _statistics
-from dicp.runtime.pool import Pool
+from dicp.runtime.malloc import _statistics, keep_more
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
 libc.free.argtypes = (ctypes.c_void_p,)
 libc.free(libc.malloc(3 << 20))  # so that blocks of 1 MB lie in the heap
 if {training}:
-    Pool(0).rest()
+    keep_more()
 blocks = [libc.malloc(1 << 20) for _ in range(40)]
 for block in blocks:
     libc.free(block)

@@ -218,15 +218,6 @@ def test_a_result_of_inference_mode_does_not_become_one_of_training() -> None:
     assert not take(pool, of).is_inference()
 
 
-def test_what_is_warm_rests_and_is_whole_when_taken_again() -> None:
-    pool, of = Pool(LIMIT), program()
-    held = take(pool, of).fill_(3)
-    address = take(pool, of).data_ptr()
-    pool.rest()
-    again = take(pool, of).fill_(2)
-    assert again.data_ptr() == address and bool((again == 2).all()) and bool((held == 3).all())
-
-
 def test_memory_stays_no_longer_than_its_program() -> None:
     pool, of = Pool(LIMIT), program()
     take(pool, of).fill_(1)
@@ -286,7 +277,7 @@ def test_what_a_forward_saves_lies_there_and_gradients_where_that_lay() -> None:
         assert kept.end - kept.start == 4 * 2048 * 512
         y.sum().backward()
     assert "POOL.empty" in texts["backward"] and "POOL.empty" in texts["forward"]
-    assert "POOL.rest" in texts["forward"] and "POOL.rest" not in texts["backward"]
+    assert "keep_more()" in texts["forward"] and "keep_more()" not in texts["backward"]
     (gradient,) = POOL._held.values()
     assert kept.start <= gradient.start < gradient.end <= kept.end
     x, wide, v = x.double(), w.detach().double().requires_grad_(), v.double()
@@ -390,7 +381,6 @@ def test_what_comes_back_while_memory_is_taken_confuses_nothing(monkeypatch: pyt
         if choose.random() < 0.1:
             returns += 1
             live.append(piece())
-            pool.rest()
             pool.nbytes()
             if choose.random() < 0.2:
                 pool.clear()

@@ -79,9 +79,9 @@ def prefers_tiles(node: fx.Node) -> bool:
 
 
 def _reads_as_stored(node: fx.Node) -> bool:
-    """Whether x has so few rows that MKL, which packs a weight first, is behind tiles, which read it along the
-    depth as stored: 32 rows 130 GF/s for 175, 128 rows 215 for 230, 256 rows level (scripts/products.py;
-    two Intel cores of the 5th generation). Constant weights MKL has packed beforehand."""
+    """Whether x has so few rows that MKL, which packs a weight first, is behind tiles, which read one along
+    the depth as it is stored: 32 rows 130 GF/s for 175, 128 rows 215 for 230, 256 rows level (two Intel cores
+    of the 5th generation, scripts/products.py). Constant weights MKL has packed beforehand."""
     at, rows = operands_of(node), math.prod(_left(node).shape[:-1])
     if at is None or is_batched(node) or "avx512f" not in cpu_flags():
         return False
