@@ -28,8 +28,8 @@ from dicp.runtime.arena import ARENA
 from dicp.runtime.failure import broken_claim
 from dicp.runtime.function import FIRST_GLOBALS, FIRST_LINE, make_function
 from dicp.runtime.host_numbers import host_number
-from dicp.runtime.marked_tensors import plain
 from dicp.runtime.malloc import keep_more
+from dicp.runtime.marked_tensors import plain
 from dicp.runtime.pool import LARGE, PIECE, POOL
 from dicp.runtime.program import Program, Segment
 from dicp.runtime.sizes import Sizes, spelled
