@@ -481,3 +481,17 @@ def test_rows_of_a_softmax_keep_their_dims() -> None:
     assert len(seen[0].program.launches) == 1
     exact = (x.double() + bias.double()).softmax(-1) @ v.double()
     assert (found - exact).norm() <= 1e-6 * exact.norm()
+
+
+@pytest.mark.chosen
+@pytest.mark.parametrize("rows, claim", [(16, "BLAS"), (17, "tiles"), (128, "tiles"), (129, "BLAS")])
+def test_few_rows_read_weights_as_they_lie_where_mkl_is_fast(
+    rows: int, claim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: "intel")
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    x, w = torch.randn(rows, 600), torch.randn(300, 600)
+    assert chosen(F.linear, x, w).endswith(f": {claim}")
+    assert chosen(torch.mm, x, w.t().contiguous()) == "mm: BLAS"  # which lies by columns
+    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma"})
+    assert chosen(F.linear, x, w).endswith(": BLAS")

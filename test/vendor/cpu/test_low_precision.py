@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dicp.compiler import Compiled, observe
-from dicp.vendor.cpu_graph import claims, vendor
+from dicp.runtime import cpu
+from dicp.vendor.cpu_graph import claims, microkernels, vendor
 from dicp.vendor.cpu_graph.claims import attention, common, gemm, matmul
 
 
@@ -108,6 +109,21 @@ def test_programs_are_kept_apart_by_processor(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(common, "multiplies", lambda dtype, has=has: has)
         texts.add(vendor.fingerprint(Config.make()))
     assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+    "maker, flags, slow",
+    [("intel", {"avx512_bf16"}, True), ("intel", {"avx512_bf16", "amx_bf16"}, False), ("amd", {"avx512_bf16"}, False)],
+)
+def test_pairs_are_not_used_where_they_are_slow(
+    maker: str, flags: set[str], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "cpu_maker", lambda: maker)
+    monkeypatch.setattr(cpu, "cpu_flags", lambda: flags)
+    assert cpu.pairs_are_slow() is slow
+    if slow:
+        assert not common.multiplies.__wrapped__(torch.bfloat16)
+        assert torch.bfloat16 not in microkernels._available.__wrapped__()
 
 
 def images(*shape: int) -> Tensor:

@@ -1,0 +1,94 @@
+"""Constant weights in MKL's form, which serves float32 best on Intel's processors: what it computes is the same
+on others."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from dicp.compiler import Compiled, observe
+from dicp.vendor.cpu_graph.claims import matmul
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+
+
+@pytest.fixture(autouse=True)
+def _intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: "intel")
+
+
+def run(model: nn.Module, *inputs: torch.Tensor, **how: bool) -> list[str]:
+    """Names of the calls of the frozen model, whose results are as near to float64's as eager's."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model.eval(), backend="dicp_cpu", options={"freeze": True}, **how)
+    wide, seen = copy.deepcopy(model).double(), list[Compiled]()
+    with torch.no_grad(), observe(seen.append):
+        for x in inputs:
+            got, eager, exact = compiled(x), model(x), wide(x.double())
+            assert got.shape == eager.shape and got.stride() == eager.stride()
+            mine, theirs = ((y - exact).abs().max().item() for y in (got, eager))
+            assert mine <= 2 * theirs + torch.finfo(torch.float32).eps * exact.abs().max().item()
+    return [call.claim.name for s in seen for call in s.program.library_calls]
+
+
+class ByColumns(nn.Module):
+    """As GPT-2's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(300, 200)), nn.Parameter(torch.randn(200))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(16, 300), (2, 3, 40, 300)])
+def test_a_linear_layer(shape: tuple[int, ...], bias: bool) -> None:
+    assert run(nn.Linear(300, 200, bias=bias), torch.randn(shape)) == ["linear: MKL"]
+
+
+def test_a_weight_by_columns() -> None:
+    assert run(ByColumns(), torch.randn(40, 300)) == ["linear: MKL"]
+
+
+def test_what_follows_is_computed_apart() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(300, 700), nn.Linear(700, 300)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(F.gelu(self.up(x)))
+
+    assert run(Block(), torch.randn(64, 300)) == ["linear: MKL", "linear: MKL"]
+
+
+def test_other_numbers_of_rows_read_the_weight_as_it_was() -> None:
+    assert run(nn.Linear(300, 200), *(torch.randn(n, 300) for n in (32, 70, 5)), dynamic=True) == ["linear: MKL"]
+
+
+def test_few_rows_and_large_results_are_not_packed() -> None:
+    assert run(nn.Linear(300, 200), torch.randn(15, 300)) != ["linear: MKL"]
+    assert run(nn.Linear(64, 1 << 17), torch.randn(63, 64)) == ["linear: MKL"]
+    assert run(nn.Linear(64, 1 << 17), torch.randn(64, 64)) == ["addmm: BLAS"]
+
+
+def test_a_changed_weight_is_packed_again() -> None:
+    model, x = nn.Linear(300, 200).eval(), torch.randn(32, 300)
+    compiled = torch.compile(model, backend="dicp_cpu", options={"freeze": True})
+    with torch.no_grad():
+        before = compiled(x)
+        model.weight.mul_(2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(before, model(x))
+
+
+def test_it_stays_with_other_processors_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "cpu_maker", lambda: "amd")
+    assert run(nn.Linear(300, 200), torch.randn(64, 300)) != ["linear: MKL"]
