@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from expecttest import TestCase
 from graphs import CheckPass, claims, graph_of, graphs_of
 
@@ -74,6 +75,42 @@ graph(arg0_1: bf16[2,6,5,4], arg1_1: bf16[2,3,5,4], arg2_1: bf16[6,3,3,3]):
   return v5, v7
 """,
         )
+
+    def test_what_lies_between_convolutions_is_not_rounded(self) -> None:
+        def block(x: T, w: T, v: T, scale: T, shift: T) -> Any:
+            y = F.relu(F.batch_norm(F.conv2d(x, w), shift, scale, scale, shift))
+            z = F.conv2d(y, v) + x
+            return F.relu(z).mean((2, 3))
+
+        w, scale = low(3, 3, 1, 1), low(3).abs()
+        self.assertExpectedInline(self.text(block, low(2, 3, 4, 4), w, w.clone(), scale, low(3)), """\
+graph(arg0_1: bf16[2,3,4,4], arg1_1: bf16[3,3,1,1], arg2_1: bf16[3], arg3_1: bf16[3], arg4_1: bf16[3,3,1,1]):
+  v0: f32[2,3,4,4] = prims.convert_element_type(arg0_1, f32)
+  v1: f32[3,3,1,1] = prims.convert_element_type(arg1_1, f32)
+  v2: f32[2,3,4,4] = convolution(v0, v1, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v3: f32[3] = prims.convert_element_type(arg3_1, f32)
+  v4: f32[3] = prims.convert_element_type(arg2_1, f32)
+  v5: (f32[2,3,4,4], f32[0], f32[0]) = _native_batch_norm_legit_no_training(v2, v3, v4, v4, v3, 0.1, 1e-05)
+  v6: f32[2,3,4,4] = v5[0]
+  v7: f32[2,3,4,4] = relu(v6)
+  v8: f32[3,3,1,1] = prims.convert_element_type(arg4_1, f32)
+  v9: f32[2,3,4,4] = convolution(v7, v8, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v10: f32[2,3,4,4] = prims.convert_element_type(arg0_1, f32)
+  v11: f32[2,3,4,4] = add(v9, v10)
+  v12: f32[2,3,4,4] = relu(v11)
+  v13: bf16[2,3,4,4] = prims.convert_element_type(v12, bf16)
+  v14: bf16[2,3] = mean.dim(v13, [2,3])
+  return v14
+""")
+
+    def test_what_others_read_is_rounded(self) -> None:
+        def block(x: T, w: T) -> Any:
+            y = F.conv2d(x, w)
+            z = F.relu(y)
+            return F.conv2d(z, w).float(), z, y
+
+        text = self.text(block, low(2, 3, 4, 4), low(3, 3, 1, 1))
+        assert text.count(": bf16") == 5 and "bf16[2,3,4,4] = relu(" in text, text
 
     def test_float32_stays(self) -> None:
         g = canonicalize(graph_of(torch.mm, (4, 8), (8, 6)))
