@@ -231,7 +231,7 @@ class VendorBase:
         return None
 
     def unfuses_bias(self, node: fx.Node) -> bool:
-        """Whether a kernel better adds the bias of an addmm (passes/unfuse_bias.py)."""
+        """Whether a kernel better adds the bias of an addmm or a dicp::linear (passes/unfuse_bias.py)."""
         return False
 
     def splits_gradients(self, node: fx.Node) -> bool:

@@ -26,11 +26,11 @@ the exact one, and the next float to it would be refused).
 Models with kinks (ReLU, max-pooling) need one thing more. Rounding decides on which side of a kink a value
 near it falls; each such flip changes every gradient upstream by far more than rounding does, and where the
 flips fall is chance: eager in channels-last layout differs from eager by 2000 times its own distance on some
-gradients of ResNet-50. For them eager runs in every way it has (as it is, channels-last, without oneDNN; and as
-it is on images whose elements are the next floats, an error of one rounding that the steps of a training
-run multiply), and its own distance is the largest of these; a tensor of a group may be as far off, relative to its norm, as
-eager is on the worst tensor of that group; and the whole group, every tensor weighing the same, is held to
-the plain rule."""
+gradients of ResNet-50. For them eager runs in every way it has (as it is, channels-last, without oneDNN; and
+as it is on images whose elements are the next floats, an error of one rounding that the steps of a training
+run multiply), and its own distance is the largest of these; a tensor of a group may be as far off, relative to
+its norm, as eager is on the worst tensor of that group; and the whole group, every tensor weighing the same,
+is held to the plain rule."""
 
 import copy
 import math

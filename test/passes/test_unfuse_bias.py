@@ -10,6 +10,7 @@ from graphs import CheckPass, claims, graph_of
 from torch.fx import GraphModule
 
 from dicp.ir.printer import show
+from dicp.ops.library import register
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.unfuse_bias import unfuse_bias
 
@@ -45,3 +46,23 @@ graph(arg0_1: f32[5], arg1_1: f32[8,3], arg2_1: f32[3,5]):
         for g, vendor in ((graph(4), Apart()), (graph(8, beta=2), Apart()), (graph(8), claims())):
             text = show(g)
             self.assertEqual(show(self.check(unfuse_bias, g, vendor)), text)
+
+    def test_that_of_a_linear_call(self) -> None:
+        register()
+
+        def f(b: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.ops.dicp.linear(x, w, b, None, "none").relu()
+
+        self.assertExpectedInline(
+            show(self.check(unfuse_bias, canonicalize(graph_of(f, (5,), (8, 3), (5, 3))), Apart())), """\
+graph(arg0_1: f32[8,3], arg1_1: f32[5,3], arg2_1: f32[5]):
+  v0: f32[8,5] = dicp.linear(arg0_1, arg1_1, None, None, none)
+  v1: f32[8,5] = add(v0, arg2_1)
+  v2: f32[8,5] = relu(v1)
+  return v2
+"""
+        )
+        with_act = lambda b, x, w: torch.ops.dicp.linear(x, w, b, None, "relu")  # noqa: E731
+        act = canonicalize(graph_of(with_act, (5,), (8, 3), (5, 3)))
+        text = show(act)
+        self.assertEqual(show(self.check(unfuse_bias, act, Apart())), text)

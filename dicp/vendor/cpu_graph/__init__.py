@@ -72,6 +72,12 @@ class CpuGraph(Vendor):
 
         return computes_wide(node)
 
+    def unfuses_bias(self, node: fx.Node) -> bool:
+        """Whether a kernel better adds the bias of a product (dicp.passes.unfuse_bias)."""
+        from dicp.vendor.cpu_graph.claims.matmul import unfuses_bias
+
+        return unfuses_bias(node)
+
     def splits_gradients(self, node: fx.Node) -> bool:
         """Whether a convolution's gradients are better calls of their own (dicp.passes.split_backward)."""
         from dicp.vendor.cpu_graph.claims.convolution import splits_gradients

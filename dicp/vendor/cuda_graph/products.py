@@ -168,6 +168,8 @@ def _fast_bias(node: fx.Node) -> bool:
 
 def unfuses_bias(node: fx.Node) -> bool:
     """Whether the bias of an addmm is left to a kernel."""
+    if node.target is not aten.addmm.default:
+        return False
     return not _fast_bias(node) and _sizes(node)[0] > UNFUSED_ROWS and node.args[0].meta["val"].dim() == 1  # type: ignore[union-attr]
 
 

@@ -69,6 +69,27 @@ def test_what_follows_is_computed_apart() -> None:
     assert run(Block(), torch.randn(64, 300)) == ["linear: MKL", "linear: MKL"]
 
 
+def test_a_kernel_that_follows_adds_the_bias() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(300, 700), nn.Linear(700, 300)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.gelu(self.up(x)))
+
+    for options in ({"freeze": True}, {}):
+        torch._dynamo.reset()
+        block, seen = Block().eval(), list[Compiled]()
+        with torch.no_grad(), observe(seen.append):
+            x = torch.randn(2, 100, 300)
+            got = torch.compile(block, backend="dicp_cpu", options=options)(x)
+        torch.testing.assert_close(got.double(), copy.deepcopy(block).double()(x.double()), rtol=1e-5, atol=1e-5)
+        up, down = (call.node for s in seen for call in s.program.library_calls)
+        assert not any("bias" in a.name for a in up.all_input_nodes) and len(up.all_input_nodes) == 2
+        assert len(down.all_input_nodes) == 3  # behind which no kernel is
+
+
 def test_other_numbers_of_rows_read_the_weight_as_it_was() -> None:
     assert run(nn.Linear(300, 200), *(torch.randn(n, 300) for n in (32, 70, 5)), dynamic=True) == ["linear: MKL"]
 
