@@ -32,9 +32,8 @@ def _biased(node: Node) -> tuple[Any, ...] | None:
         bias, x, w = node.args
         return bias, aten.mm.default, x, w
     if node.target is torch.ops.dicp.linear.default:
-        given: tuple[Any, ...] = node.args
-        x, w, bias, other, act = (*given, *(None, None, "none")[len(given) - 2 :])
-        if bias is not None and other is None and act == "none":
+        x, w, bias, other, *act = node.args
+        if bias is not None and other is None and act in ([], ["none"]):
             return bias, node.target, x, w, None, None, "none"
     return None
 
