@@ -109,6 +109,10 @@ def _rewrite(node: Node, wide: dict[Node, Node]) -> Node | None:
     return rounded
 
 
+_NORM = aten._native_batch_norm_legit_no_training.default
+_FOLLOWERS = frozenset({_NORM, aten.relu.default, aten.hardtanh.default, aten.add.Tensor})
+
+
 def _widen_followers(graph: Graph, images: set[Node]) -> None:
     """Have calls that alone read one of the rounded images compute in float32, and round what they make: that
     joins the images."""
@@ -133,13 +137,9 @@ def _widen_followers(graph: Graph, images: set[Node]) -> None:
         wide.update(known)
 
 
-NORM = aten._native_batch_norm_legit_no_training.default
-_FOLLOWERS = frozenset({NORM, aten.relu.default, aten.hardtanh.default, aten.add.Tensor})
-
-
 def _result(node: Node) -> Node | None:
     """What a follower makes, if nothing else of it is used."""
-    if node.target is not NORM:
+    if node.target is not _NORM:
         return node
     part = sole_user(node)
     return part if part is not None and part.args[1] == 0 else None

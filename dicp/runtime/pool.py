@@ -60,7 +60,8 @@ _LINE = 64
 _PAGE = mmap.PAGESIZE
 _LINUX = sys.platform == "linux"
 _NORESERVE = 0x4000 if _LINUX else 0  # which the module does not name
-_GONE: int | None = mmap.MADV_DONTNEED if _LINUX else getattr(mmap, "MADV_FREE", None)  # else the pages stay
+_FREE: int | None = getattr(mmap, "MADV_FREE", None)
+_GONE = mmap.MADV_DONTNEED if _LINUX else _FREE  # elsewhere the former keeps the pages
 
 Program = Callable[..., Any]
 
@@ -191,22 +192,22 @@ class Pool:
                 continue
             self._spans.give(held.start, held.end, warm=held.era == self._era)
             if held.era != self._era:
-                self._advise(Span(held.start, held.end, False), _GONE)
+                self._give_back(Span(held.start, held.end, False))
         return again
 
     def _cool(self, nbytes: int) -> None:
         """Give so many warm bytes back to the system."""
         if nbytes > 0:
             for span in self._spans.cool(nbytes):
-                self._advise(span, _GONE)
+                self._give_back(span)
 
-    def _advise(self, span: Span, advice: int | None) -> None:
-        """Of the whole pages in a span. Where the system does not know the advice, they stay."""
+    def _give_back(self, span: Span) -> None:
+        """The whole pages in a span, to the system. Where it does not know how, they stay."""
         first = -(-span.start // _PAGE) * _PAGE
         last = span.end // _PAGE * _PAGE
-        if last > first and advice is not None and self._pages is not None:
+        if last > first and _GONE is not None and self._pages is not None:
             with contextlib.suppress(OSError):
-                self._pages.madvise(advice, first, last - first)
+                self._pages.madvise(_GONE, first, last - first)
 
     def clear(self) -> None:
         """Give back what is warm, and what is held now when it is dropped."""

@@ -62,7 +62,10 @@ graph(arg0_1: f32[8,3], arg1_1: f32[5,3], arg2_1: f32[5]):
   return v2
 """
         )
-        with_act = lambda b, x, w: torch.ops.dicp.linear(x, w, b, None, "relu")  # noqa: E731
-        act = canonicalize(graph_of(with_act, (5,), (8, 3), (5, 3)))
+
+        def activated(b: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.ops.dicp.linear(x, w, b, None, "relu")  # type: ignore[no-any-return]
+
+        act = canonicalize(graph_of(activated, (5,), (8, 3), (5, 3)))
         text = show(act)
         self.assertEqual(show(self.check(unfuse_bias, act, Apart())), text)

@@ -57,27 +57,20 @@ def test_a_weight_by_columns() -> None:
     assert run(ByColumns(), torch.randn(40, 300)) == ["linear: MKL"]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(300, 700), nn.Linear(700, 300)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
 def test_what_follows_is_computed_apart() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(300, 700), nn.Linear(700, 300)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(F.gelu(self.up(x)))
-
     assert run(Block(), torch.randn(64, 300)) == ["linear: MKL", "linear: MKL"]
 
 
 def test_a_kernel_that_follows_adds_the_bias() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(300, 700), nn.Linear(700, 300)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(F.gelu(self.up(x)))
-
     for options in ({"freeze": True}, {}):
         torch._dynamo.reset()
         block, seen = Block().eval(), list[Compiled]()

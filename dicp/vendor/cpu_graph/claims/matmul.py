@@ -38,7 +38,6 @@ from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
 from dicp.vendor.cpu_graph.claims.operands import as_traced, is_batched, operands_of
 from dicp.vendor.cpu_graph.microkernels import available
 
-MKL_IS_THERE = torch.backends.mkl.is_available()
 SHALLOW = {True: 1024, False: 512}
 """With AVX-512, and without: depth up to which oneDNN's float32 products err about twice as much as MKL's.
 Its kernels add all of it, with AVX-512 pieces of a thousand and more, into one sum (scripts/products.py)."""
@@ -95,6 +94,7 @@ def _reads_as_stored(node: fx.Node) -> bool:
 TURNED_ROWS = 64
 """Rows up to which tiles, which turn x, are ahead of oneDNN, which turns a weight (scripts/products.py)."""
 TURNED_ROWS_OF_INTEL = 128
+"""The same beside MKL, which packs a weight."""
 LARGE_RESULT = 24 << 20
 """Bytes of a result from which on tiles, which write where results are kept, are preferred to oneDNN, which
 allocates what it returns: from 32 MB on malloc maps memory anew for each, whose pages cost more than the call
@@ -313,13 +313,17 @@ def packs(node: fx.Node) -> str | None:
 MKL = "mkl"
 
 
+def _is_mkls(form: str | None) -> bool:
+    return form is not None and ast.literal_eval(form)[0] == MKL
+
+
 def prefers_packed_mkl(node: fx.Node) -> bool:
     """Whether MKL serves a product of a constant weight best, which it then has in its own form: in float32
     on Intel (256 rows of 768 by 3072: 331 GF/s, 294 by oneDNN's packed weights, 265 unpacked). Its call has
     nothing behind the sum but a bias. It allocates its result, as oneDNN's: a large one takes as long for its
     new pages as packing as much of a weight (768 by 30522: 256 rows 38 ms for 49, 1024 rows 187 for 171)."""
     plain = argument(node, 4, "act", "none") == "none" and argument(node, 3, "other", None) is None
-    if not plain or cpu_maker() != "intel" or not MKL_IS_THERE:
+    if not plain or cpu_maker() != "intel" or not torch.backends.mkl.is_available():
         return False
     x, w = _left(node), node.args[1].meta["val"]  # type: ignore[union-attr]
     return x.dtype == torch.float32 and not (result_is_large(node) and _result_bytes(node) >= bytes_of(w))
@@ -376,9 +380,8 @@ def linear(node: fx.Node, config: Config) -> list[Claim]:
     library = Claim("linear: oneDNN", onednn, prepare=_operands(2, 3, weight=1))
     form = node.args[1].meta.get(PACKED)  # type: ignore[union-attr]
     if form is not None:
-        kind, *how = ast.literal_eval(form)
-        if kind == MKL:
-            return [_packed_mkl(*how)]
+        if _is_mkls(form):
+            return [_packed_mkl(ast.literal_eval(form)[1])]
         return [gemm_packed(node) if form == PANELS else library]
     plain = act == "none" and argument(node, 3, "other", None) is None
     blas = Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2)) if plain else None
@@ -392,7 +395,7 @@ def unfuses_bias(node: fx.Node) -> bool:
     if cpu_maker() != "intel" or dtype_of(node) != torch.float32 or not _kernel_follows(node):
         return False
     if node.target is torch.ops.dicp.linear.default:
-        return is_constant(node.args[1]) and (packs(node) or "").startswith(f"('{MKL}'")
+        return is_constant(node.args[1]) and _is_mkls(packs(node))
     biased = node.args[0].meta["val"].dim() == 1  # type: ignore[union-attr]
     return biased and not (prefers_tiles(node) or reads_weights(node))
 
