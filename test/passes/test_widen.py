@@ -108,7 +108,7 @@ graph(arg0_1: bf16[2,3,4,4], arg1_1: bf16[3,3,1,1], arg2_1: bf16[3], arg3_1: bf1
 
         def block(x: T, w: T) -> Any:
             z = F.relu(F.conv2d(x, w))
-            return F.conv2d(z, w).float(), z
+            return torch.ops.prims.convert_element_type(F.conv2d(z, w), torch.float32), z
 
         self.assertExpectedInline(self.text(block, low(2, 3, 4, 4), low(3, 3, 1, 1)), """\
 graph(arg0_1: bf16[2,3,4,4], arg1_1: bf16[3,3,1,1]):
@@ -120,7 +120,7 @@ graph(arg0_1: bf16[2,3,4,4], arg1_1: bf16[3,3,1,1]):
   v5: f32[2,3,4,4] = prims.convert_element_type(v4, f32)
   v6: f32[2,3,4,4] = convolution(v5, v1, None, [1,1], [0,0], [1,1], False, [0,0], 1)
   v7: bf16[2,3,4,4] = prims.convert_element_type(v6, bf16)
-  v8: f32[2,3,4,4] = _to_copy(v7, dtype=f32)
+  v8: f32[2,3,4,4] = prims.convert_element_type(v7, f32)
   return v8, v4
 """)
 
