@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true as _stat
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "e4m3_overflow",
     "fake_mode_of",
     "forward_ad",
     "known_equal",
@@ -149,6 +150,14 @@ def real_tensors() -> Iterator[None]:
 
     with _disable_current_modes(), torch.no_grad():
         yield
+
+
+@functools.cache
+def e4m3_overflow() -> int:
+    """The byte that this torch makes of a number too large for float8_e4m3fn: the largest one, in earlier
+    versions NaN."""
+    with real_tensors():
+        return int(torch.tensor([1e6]).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def promoted_dtypes(kind: str, *operands: object) -> tuple[torch.dtype, torch.dtype]:

@@ -1,8 +1,8 @@
 """Scalar expressions: what one element of a tensor is computed by.
 
 An `Expr` is a node `(op, args, dtype)`, frozen but for its note; shared subexpressions are shared objects.
-Low-precision floats are computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES; loads widen and
-stores round.
+Floats of sixteen and of eight bits are computed in float32, so an Expr's dtype is one of COMPUTE_DTYPES;
+loads widen and stores round.
 
     const(value)   index(Index)   load(buffer, flat Index)   at(value name, logical index tuple)   ref(name)
     cast(x)   round(x, storage dtype)
@@ -36,6 +36,8 @@ COMPUTE_DTYPES = (
     torch.float64,
 )
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Converted and moved, as in eager; no op computes with them."""
 _RANGES = {
     dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     for dtype in COMPUTE_DTYPES
@@ -52,6 +54,8 @@ NAMES = {
     torch.float64: "f64",
     torch.bfloat16: "bf16",
     torch.float16: "f16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
 }
 
 UNARY = frozenset(
@@ -83,7 +87,7 @@ Operand = Union["Expr", bool, int, float]
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which elements stored as `dtype` are computed."""
-    return torch.float32 if dtype in LOW_PRECISION else dtype
+    return torch.float32 if dtype in LOW_PRECISION or dtype in FLOAT8 else dtype
 
 
 class Expr:
@@ -210,7 +214,7 @@ def index_value(i: Index) -> Expr:
 
 
 def cast(x: Expr, dtype: torch.dtype) -> Expr:
-    """x converted to a compute dtype (no rounding to a low-precision storage dtype: see round_to)."""
+    """x converted to a compute dtype (no rounding to what is stored: see round_to)."""
     dtype = compute_dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -227,13 +231,14 @@ def _held(x: Expr) -> Number:
 
 
 def round_to(x: Expr, dtype: torch.dtype) -> Expr:
-    """x (float32) rounded to the values of a low-precision storage dtype; others are returned unchanged."""
-    if dtype not in LOW_PRECISION or (x.op == "round" and x.args[1] == dtype):
+    """x (float32) rounded to the values of a dtype that is computed in float32; of others, x."""
+    if compute_dtype(dtype) == dtype or (x.op == "round" and x.args[1] == dtype):
         return x
     if x.op == "load" and len(x.args) > 2 and x.args[2] == dtype:
         return x
     x = cast(x, torch.float32)
-    if x.op == "cast" and x.args[0].dtype in (torch.bool, torch.int8, torch.uint8):
+    narrow = (torch.bool,) if dtype in FLOAT8 else (torch.bool, torch.int8, torch.uint8)
+    if x.op == "cast" and x.args[0].dtype in narrow:
         return x  # all of those are among them
     if x.op == "const":
         return const(torch.tensor(x.args[0], dtype=dtype).item(), torch.float32)

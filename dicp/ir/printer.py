@@ -29,6 +29,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
     torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",

@@ -27,7 +27,7 @@ ScatterMode = Literal["set", "add", "mul", "max", "min"]
 @dataclass(frozen=True, eq=False)
 class Value:
     """A tensor that can be asked for any of its elements. `dtype` is the storage dtype; elements are Exprs
-    of its compute dtype (float32 for bfloat16 and float16). `rows_of`: the value whose rows (the last dim)
+    of its compute dtype (float32 for narrower floats). `rows_of`: the value whose rows (the last dim)
     these are, its other dims split or merged."""
 
     shape: Shape

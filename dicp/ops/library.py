@@ -4,7 +4,7 @@ Each has a fake implementation (shape, dtype, stride) and a reference in plain P
 graph still runs in eager PyTorch. They are functional, and used after autograd: they have no derivative.
 
     linear     y = act(x @ w.T + b) + other          other: [..., N], added after the activation
-    scaled_linear  y = act(x @ w.T * scale + b) + other   w: int8
+    scaled_linear  y = act(x @ w.T * scale + b) + other   w: of eight bits
     group_scaled_linear  y = x @ ((w - zero) * scale).T   w: int8, uint8; scale, zero: of groups of depth
     linears    y, ... = act(n(x) @ w.T * scale + b), ...  n: x, or its RMS norm; gated: one y, of two w
     conv       y = act(conv(x, w, b) + other)        other: y's shape, added before the activation
@@ -24,6 +24,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dicp.ir.expr import FLOAT8
+
+NARROW_WEIGHTS = (torch.int8, *FLOAT8)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
@@ -99,7 +103,8 @@ def _linear_fake(x: Tensor, w: Tensor, b: Tensor | None, other: Tensor | None, a
 def scaled_linear(
     x: Tensor, w: Tensor, scale: Tensor | None, b: Tensor | None, other: Tensor | None, act: str = "none"
 ) -> Tensor:
-    """act(x @ w.T * scale + b) + other.  w: [N, K] of int8, scale: [N] or one element; else as linear."""
+    """act(x @ w.T * scale + b) + other.  w: [N, K] of NARROW_WEIGHTS, scale: [N] or
+    one element; else as linear."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(compute) @ w.to(compute).t()
     y = y if scale is None else y * scale.to(compute)
@@ -135,8 +140,8 @@ def linears(
     """Linear layers of one x: [act(n(x) @ w.T * scale + b), ...]; gated, of two, the first times the second,
     which has no activation.
 
-    x: [..., K], w: each [N, K], of x's dtype or int8, scale: none, or one for each w, of [N] or [], b: none,
-    or one of [N] for each; results [..., N], contiguous.
+    x: [..., K], w: each [N, K], of x's dtype or of NARROW_WEIGHTS, scale: none, or one for each w, of [N] or
+    [], b: none, or one of [N] for each; results [..., N], contiguous.
     n: x, or where `norm` is given, [K], x * rsqrt(mean(x * x) + eps) * norm, the statistics in float32
     (float64 of float64).
     """
@@ -148,7 +153,7 @@ def linears(
         rows = (wide.to(x.dtype) * norm).to(x.dtype)
 
     def layer(i: int, act: str) -> Tensor:
-        if w[i].dtype == torch.int8 or scale:
+        if w[i].dtype != x.dtype or scale:
             return scaled_linear(rows, w[i], scale[i] if scale else None, b[i] if b else None, None, act)
         return linear(rows, w[i], b[i] if b else None, None, act)
 

@@ -45,6 +45,8 @@ class Row:
     promote: Promote = "DEFAULT"
     stepped: frozenset[OpOverload] = frozenset()
     """Of the overloads those whose result jumps: operands of low precision are rounded first."""
+    moves: bool = False
+    """Whether a result's elements are the operands', or a number, or those converted: of whatever dtype."""
 
     def lower(
         self, builder: Builder, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -91,9 +93,17 @@ def is_stepped(target: Any) -> bool:
     return row is not None and target in row.stepped
 
 
-def row(name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None) -> Row:
-    """A row with a rule of its own: `rule(builder, node, *args, **kwargs)`."""
-    return Row(name, overloads, kind, rule)
+def moves(target: Any) -> bool:
+    """Whether an op computes nothing but where elements go, and what they are converted to."""
+    row = table().get(target)
+    return row is not None and row.moves
+
+
+def row(
+    name: str, *overloads: OpOverload, kind: Kind, rule: Rule | None = None, moves: bool = False
+) -> Row:
+    """A row with a rule of its own: `rule(builder, node, *args, **kwargs)`. Views move elements."""
+    return Row(name, overloads, kind, rule, moves=moves or kind == "view")
 
 
 def rows() -> Iterator[Row]:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from dicp.compat import known_equal
 from dicp.ops.library import register
 from dicp.passes.facts import aten, is_contiguous, is_tensor, rank, same_dtype, same_shape, value_of
-from dicp.passes.int8_weights import Stored, is_scale, stored, stored_by_groups
+from dicp.passes.narrow_weights import Stored, is_scale, stored, stored_by_groups
 from dicp.passes.pack import may_pack
 from dicp.passes.rules import Activations, Claims, Emitter, activations_of, finish, sole_user, try_claim
 
@@ -30,7 +30,7 @@ class Linear:
     rows: tuple[Any, ...] | None = None
     """Leading sizes that x: [M, K] is to be viewed with."""
     stored: Stored | None = None
-    """Where the weight is int8: what it is made of."""
+    """Where the weight is of eight bits: what it is made of."""
     transposed: bool = False
     """Whether w is [K, N]."""
 
@@ -42,9 +42,9 @@ def rewrite_linear(gm: GraphModule, vendor: Claims) -> GraphModule:
     while the value has one user: what a training forward saves for its backward ends the chain there. Where
     the vendor does not claim the longest chain, the next shorter one is offered, down to the product alone.
     Products with an untransposed weight (GPT-2's Conv1D) take part where something follows them, or where it
-    is constant and the vendor may want it in a form of its own. Where the weight is int8 and cast, scaled
-    before or after the product, the call is dicp.scaled_linear, for a vendor that claims it; where it is
-    scaled by groups of its depth, dicp.group_scaled_linear.
+    is constant and the vendor may want it in a form of its own. Where the weight is of eight bits and cast,
+    scaled before or after the product, the call is dicp.scaled_linear, for a vendor that claims it; where it
+    is scaled by groups of its depth, dicp.group_scaled_linear.
     """
     nodes = [n for n in gm.graph.nodes if _products(n)]
     if not nodes:
@@ -112,7 +112,7 @@ def _stored_operands(stored: Stored, emit: Emitter) -> tuple[Node, Node | None]:
 
 
 def _products(node: Node) -> list[Linear]:
-    """The chain's possible starts at a node, the one of an int8 weight first."""
+    """The chain's possible starts at a node, the one of a weight of eight bits first."""
     if node.target is aten._weight_int8pack_mm.default:
         x, w, scale = node.args
         return [Linear(node, x, w, stored=Stored(w, True, scale))]  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def _ints(sizes: Sequence[Any]) -> list[int]:
 
 
 def _scale(linear: Linear) -> Linear | None:
-    """mul(mm(x, cast(w).T), scale)  ->  scaled_linear(x, w, scale) for w: int8"""
+    """mul(mm(x, cast(w).T), scale)  ->  scaled_linear(x, w, scale) for w of eight bits"""
     if linear.stored is None or linear.stored.scale is not None:
         return None
     if linear.b is not None or linear.act != "none" or linear.other is not None:

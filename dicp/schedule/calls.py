@@ -11,7 +11,6 @@ import torch.fx as fx
 
 from dicp.compat import known_equal
 from dicp.errors import UnsupportedOp
-from dicp.ir import expr as ex
 from dicp.ir.expr import Expr
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
@@ -251,10 +250,7 @@ def _add_call(
         nbytes = claim.workspace(low, node, args)
         tensors += (low.new_buffer((nbytes,), torch.uint8, (1,)),)
     low.out.defs.append(Call(tensors, note_of(node), node, args, kwargs, claim, tuple(outs), host))
-    results = [
-        b.value() if isinstance(b, Buffer) and ex.compute_dtype(b.dtype) in ex.COMPUTE_DTYPES else b
-        for b in outs
-    ]
+    results = [low.content(b) if isinstance(b, Buffer) else b for b in outs]
     return _nested(val, iter(results))
 
 

@@ -47,6 +47,7 @@ from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
 from dicp.schedule.strides import no_overlap, strides_agree
 from dicp.schedule.traced import (
+    held,
     is_reindexed,
     is_strided,
     is_token,
@@ -132,6 +133,10 @@ class Lowering(DefinitionBuilder):
                 todo="torch.compiler.disable() on the function that makes this call leaves it to eager.",
             ) from e
 
+    def content(self, buffer: Buffer) -> Value | Buffer:
+        """What a buffer holds, for kernels; itself, for calls alone, where those do not hold its dtype."""
+        return buffer.value() if held(buffer.dtype, self.vendor.float8) else buffer
+
     def _placeholder(self, node: fx.Node) -> None:
         val = node.meta["val"]
         here = self.program_device.takes(node) and not is_token(node)
@@ -143,7 +148,7 @@ class Lowering(DefinitionBuilder):
             self.out.inputs.append(buffer)
             if may_be_marked(node):
                 self.out.marked.add(buffer.name)
-            self.values[node] = buffer.value() if ex.compute_dtype(val.dtype) in ex.COMPUTE_DTYPES else buffer
+            self.values[node] = self.content(buffer)
         elif isinstance(val, torch.SymInt):
             self.symbols.give(val)
             self.values[node] = self.index(val)
@@ -168,9 +173,7 @@ class Lowering(DefinitionBuilder):
             )
             self.out.buffers[buffer.name] = buffer
             self.out.constants[buffer.name] = attr
-            self.values[node] = (
-                buffer.value() if ex.compute_dtype(attr.dtype) in ex.COMPUTE_DTYPES else buffer
-            )
+            self.values[node] = self.content(buffer)
         else:
             self.values[node] = attr
 
@@ -217,7 +220,7 @@ class Lowering(DefinitionBuilder):
         if node.target is aten.select.int and node.meta.get("unbacked_bindings"):
             select_place(self, node)
         if node.target is aten.slice.Tensor and node.meta.get("unbacked_bindings"):
-            if lowerable(node):
+            if lowerable(node, self.vendor.float8):
                 return slice_read_from_data(self, node)
             slice_bounds(self, node)  # the elements are a library's work
         if is_misuse(node):
@@ -227,7 +230,7 @@ class Lowering(DefinitionBuilder):
         if node in self.claims:
             return library(self, node, self.claims[node])
         row = table().get(node.target)
-        if row is not None and lowerable(node):
+        if row is not None and lowerable(node, self.vendor.float8):
             if not self.vendor.emits(node):
                 name = self.vendor.name
                 todo = f"have {name}.emits take it, or {name}.claim give a claim for it"

@@ -25,7 +25,7 @@ from dicp.schedule.strides import (
     no_overlap,
     strides_agree,
 )
-from dicp.schedule.traced import note_of
+from dicp.schedule.traced import held, note_of
 
 if TYPE_CHECKING:
     from dicp.schedule.lower import Lowering
@@ -93,7 +93,7 @@ def _mutation_source(
     shape, dtype = low.meta(ph)
     if src in low.in_place and _is_whole(low, value, low.out.buffers[ph.name]):
         return None
-    if isinstance(value, Buffer) or ex.compute_dtype(dtype) not in ex.COMPUTE_DTYPES:
+    if isinstance(value, Buffer) or not held(dtype, low.vendor.float8):
         return _held(low, ph, src, mutated)
     wanted = broadcast(retyped(value, dtype), shape)
     idx = low.index_vars(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.fx as fx
 from dicp.compat import higher_order_name
 from dicp.ir import expr as ex
 from dicp.ir.printer import user_location
-from dicp.ops.table import table
+from dicp.ops.table import expressible, moves, table
 
 
 def may_be_marked(node: fx.Node) -> bool:
@@ -49,15 +50,19 @@ def is_token(node: fx.Node) -> bool:
     return any(higher_order_name(u.target) == "with_effects" and u.args[0] is node for u in node.users)
 
 
-def lowerable(node: fx.Node) -> bool:
-    """Whether every tensor involved has a dtype kernels compute (complex, quantised, fp8... go to calls)."""
+def held(dtype: torch.dtype, float8: Collection[torch.dtype]) -> bool:
+    """Whether kernels hold elements of a dtype, with those of `float8`; complex ones, say, go to calls."""
+    return dtype in float8 if dtype in ex.FLOAT8 else expressible(dtype)
+
+
+def lowerable(node: fx.Node, float8: Collection[torch.dtype]) -> bool:
+    """Whether kernels hold every tensor involved; floats of eight bits are moved and converted, no more."""
     vals = [a.meta.get("val") for a in node.all_input_nodes] + [node.meta.get("val")]
     flat = [x for v in vals for x in (v if isinstance(v, (tuple, list)) else [v])]
-    return all(
-        ex.compute_dtype(v.dtype) in ex.COMPUTE_DTYPES and is_strided(v)
-        for v in flat
-        if isinstance(v, torch.Tensor)
-    )
+    tensors = [v for v in flat if isinstance(v, torch.Tensor)]
+    if any(v.dtype in ex.FLOAT8 for v in tensors) and not moves(node.target):
+        return False
+    return all(held(v.dtype, float8) and is_strided(v) for v in tensors)
 
 
 def is_reindexed(node: fx.Node) -> bool:

@@ -297,6 +297,10 @@ class Vendor(VendorBase):
     (ReduceKind and ScanKind of ir/value.py) that it writes, and "scan" where it writes running ones; None:
     all. A call whose kernels need another is an extern, unless it is claimed."""
 
+    float8: Collection[torch.dtype] = ()
+    """Floats of eight bits (FLOAT8 of ir/expr.py) that its kernels load, and round to in stores. A call that
+    has another is an extern, unless it is claimed."""
+
     def emits(self, node: fx.Node) -> bool:
         """Whether it writes kernels for this call of an aten op, views among them. Those it does not are
         externs, unless it claims them. It decides by ops and dtypes; `words` goes by what kernels need."""

@@ -245,10 +245,9 @@ def selection_rows() -> Iterator[Row]:
     yield elementwise("masked_fill", aten.masked_fill.Scalar, aten.masked_fill.Tensor, body=masked_fill,
                       promote="NONE")
     yield elementwise("fill", aten.fill.Scalar, aten.fill.Tensor, body=lambda x, value: value, promote="NONE")
-    yield row(
-        "to", aten._to_copy.default, prims.convert_element_type.default, kind="elementwise", rule=to_copy
-    )
-    yield row("copy", aten.copy.default, kind="elementwise", rule=copy)
+    yield row("to", aten._to_copy.default, prims.convert_element_type.default,
+              kind="elementwise", rule=to_copy, moves=True)
+    yield row("copy", aten.copy.default, kind="elementwise", rule=copy, moves=True)
 
 
 def rows() -> Iterator[Row]:

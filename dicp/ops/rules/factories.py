@@ -106,6 +106,7 @@ def rows() -> Iterator[Row]:
         aten.scalar_tensor.default,
         kind="factory",
         rule=full,
+        moves=True,
     )
     yield row(
         "ones",
@@ -114,13 +115,14 @@ def rows() -> Iterator[Row]:
         aten.new_ones.default,
         kind="factory",
         rule=filled(1),
+        moves=True,
     )
     # Eager leaves empty tensors undefined: zero is as good as anything, and reproducible.
     yield row("zeros", aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default,
               aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
               aten.empty_strided.default, aten.new_empty_strided.default, aten.empty_permuted.default,
               prims.empty_strided.default,
-              kind="factory", rule=filled(0))
+              kind="factory", rule=filled(0), moves=True)
     yield row(
         "arange", aten.arange.default, aten.arange.start, aten.arange.start_step, kind="factory", rule=arange
     )

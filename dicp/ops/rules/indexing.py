@@ -449,16 +449,16 @@ def index_fill(b: Builder, node: torch.fx.Node, x: Value, dim: int, index: Value
 def rows() -> Iterator[Row]:
     aten = torch.ops.aten
 
-    def rule(name: str, *overloads: Any, rule: Rule) -> Row:
-        return row(name, *overloads, kind="index", rule=rule)
+    def rule(name: str, *overloads: Any, rule: Rule, moves: bool = False) -> Row:
+        return row(name, *overloads, kind="index", rule=rule, moves=moves)
 
-    yield rule("embedding", aten.embedding.default, rule=embedding)
-    yield rule("as_strided_scatter", aten.as_strided_scatter.default, rule=as_strided_scatter)
+    yield rule("embedding", aten.embedding.default, rule=embedding, moves=True)
+    yield rule("as_strided_scatter", aten.as_strided_scatter.default, rule=as_strided_scatter, moves=True)
     yield rule("embedding_backward", aten.embedding_dense_backward.default, rule=embedding_backward)
-    yield rule("index_select", aten.index_select.default, rule=index_select)
+    yield rule("index_select", aten.index_select.default, rule=index_select, moves=True)
     yield rule("gather", aten.gather.default, rule=gather)
     yield rule("take", aten.take.default, rule=take)
-    yield rule("index", aten.index.Tensor, aten._unsafe_index.Tensor, rule=index)
+    yield rule("index", aten.index.Tensor, aten._unsafe_index.Tensor, rule=index, moves=True)
     yield rule("masked_index", aten._unsafe_masked_index.default, rule=masked_index)
     yield rule("bucketize", aten.bucketize.Tensor, aten.bucketize.Scalar, rule=bucketize)
     yield rule("searchsorted", aten.searchsorted.Tensor, rule=searchsorted)

@@ -175,9 +175,9 @@ def bordered_backward(border: Border) -> Rule:
 
 def rows() -> Iterator[Row]:
     aten = torch.ops.aten
-    yield row("cat", aten.cat.default, kind="index", rule=cat)
-    yield row("stack", aten.stack.default, kind="index", rule=stack)
-    yield row("constant_pad", aten.constant_pad_nd.default, kind="index", rule=constant_pad)
+    yield row("cat", aten.cat.default, kind="index", rule=cat, moves=True)
+    yield row("stack", aten.stack.default, kind="index", rule=stack, moves=True)
+    yield row("constant_pad", aten.constant_pad_nd.default, kind="index", rule=constant_pad, moves=True)
     for name, border in (("reflection", reflected), ("replication", replicated)):
         forward = [getattr(aten, f"{name}_pad{n}d").default for n in (1, 2, 3)]
         backward = [getattr(aten, f"{name}_pad{n}d_backward").default for n in (1, 2, 3)]

@@ -467,9 +467,12 @@ def view_rows() -> Iterator[Row]:
 def rows() -> Iterator[Row]:
     aten = torch.ops.aten
     yield from view_rows()
-    yield row("flip", aten.flip.default, kind="index", rule=flip)
-    yield row("roll", aten.roll.default, kind="index", rule=roll)
-    yield row("repeat", aten.repeat.default, kind="index", rule=repeat)
-    yield row("select_scatter", aten.select_scatter.default, kind="index", rule=select_scatter)
-    yield row("slice_scatter", aten.slice_scatter.default, kind="index", rule=slice_scatter)
-    yield row("diagonal_scatter", aten.diagonal_scatter.default, kind="index", rule=diagonal_scatter)
+    yield row("flip", aten.flip.default, kind="index", rule=flip, moves=True)
+    yield row("roll", aten.roll.default, kind="index", rule=roll, moves=True)
+    yield row("repeat", aten.repeat.default, kind="index", rule=repeat, moves=True)
+    yield row("select_scatter", aten.select_scatter.default,
+              kind="index", rule=select_scatter, moves=True)
+    yield row("slice_scatter", aten.slice_scatter.default,
+              kind="index", rule=slice_scatter, moves=True)
+    yield row("diagonal_scatter", aten.diagonal_scatter.default,
+              kind="index", rule=diagonal_scatter, moves=True)

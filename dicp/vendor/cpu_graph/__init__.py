@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.config import Config
+from dicp.ir.expr import FLOAT8
 from dicp.vendor.base import Claim, Convolution, ConvolutionPart, Load, Machine, Vendor, first
 
 
@@ -18,6 +19,7 @@ class CpuGraph(Vendor):
 
     name = "cpu_graph"
     device = "cpu"
+    float8 = FLOAT8
 
     def available(self, config: Config) -> str | None:
         return None

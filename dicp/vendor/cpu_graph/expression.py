@@ -53,6 +53,8 @@ STORAGE = {
     torch.bool: "bool",
     torch.bfloat16: "bf16",
     torch.float16: "half",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
 }
 WRAPPED = {torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t"}
 SMALL = 1 << 21  # numerators below it have exact quotients by a float's product (dicp_vec.h)
@@ -263,7 +265,7 @@ class ExpressionWriter:
                 return f"cast<{SCALAR[x.dtype]}>({args[0]})"
             return f"cast<{VECTOR[x.dtype]}>({args[0]})"
         if x.op == "round":
-            return f"{'round_bf16' if x.args[1] == torch.bfloat16 else 'round_half'}({args[0]})"
+            return f"round_{STORAGE[x.args[1]]}({args[0]})"
         if kinds and all(k == torch.bool for k in kinds) and x.op in BOOL_WORDS:
             return f"{BOOL_WORDS[x.op]}({', '.join(args)})"
         if x.op in INFIX:

@@ -41,6 +41,8 @@ DTYPE_CODES = {
     torch.complex128: 10,
     torch.bool: 11,
     torch.bfloat16: 15,
+    torch.float8_e5m2: 23,
+    torch.float8_e4m3fn: 24,
     torch.uint16: 27,
     torch.uint32: 28,
     torch.uint64: 29,

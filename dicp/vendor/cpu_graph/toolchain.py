@@ -214,12 +214,15 @@ def lanes(config: Config) -> int:
 
 def flags(config: Config, identity: str = "", effort: Effort = "full") -> Flags:
     """Arguments for one unit, without source and output; `identity` tells clang from gcc."""
+    from dicp.compat import e4m3_overflow  # here, as torch in `host_isa`
+
     isa = host_isa(config)
     contract = "off" if config.numerics == "eager" or effort == "exact" else "fast"
     clang = "clang" in identity
     level = _LEVELS["full" if clang and effort == "light" else effort]
     code = [*level, *_COMMON, *_MATH, *_QUIET]
     code += [f"-ffp-contract={contract}", f"-DDICP_LANES={LANES[isa]}"]
+    code.append(f"-DDICP_E4M3_OVERFLOW={e4m3_overflow():#x}")
     if isa != "portable":
         code += _AVX2
     if isa == "avx512":

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from dicp.config import Config
+from dicp.ir.expr import FLOAT8
 from dicp.vendor.base import Claim, Convolution, ConvolutionPart, Load, Machine, Vendor, first
 
 
@@ -39,6 +40,7 @@ class CudaGraph(Vendor):
 
     name = "cuda_graph"
     device = "cuda"
+    float8 = FLOAT8
 
     def available(self, config: Config) -> str | None:
         if importlib.util.find_spec("triton") is None:

@@ -35,7 +35,6 @@ from dicp.vendor.cuda_graph.expression import host_text
 from dicp.vendor.cuda_graph.module import Source
 from dicp.vendor.cuda_graph.placement import anchor_of, on_device
 from dicp.vendor.cuda_graph.templates import Launched, Template, TemplateClaim
-from dicp.vendor.cuda_graph.templates.convert import FLOAT8
 
 MAX_WORKERS = 8
 
@@ -264,8 +263,7 @@ class DeviceRunner(Runner):
         if self.interpret:
             if v.buffer.numel == 0:
                 return f"empty(1, dtype={v.buffer.dtype})"
-            tensor = self.view(View(v.buffer, (1,), (1,), v.offset))
-            return f"{tensor}.view(torch.uint8)" if v.buffer.dtype in FLOAT8 else tensor
+            return self.view(View(v.buffer, (1,), (1,), v.offset))
         address = self._address(v.buffer)
         if v.offset == 0:
             return address

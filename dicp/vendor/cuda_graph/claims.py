@@ -20,7 +20,6 @@ from dicp.config import Config
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph import attention, convolution, grouped, linears, products
-from dicp.vendor.cuda_graph.templates.convert import conversion
 
 aten = torch.ops.aten
 ALIGN = 16  # bytes: on an H100, attention in bfloat16 at other addresses came out wrong, in float32 it failed
@@ -219,6 +218,4 @@ def _table() -> dict[Any, Callable[[fx.Node], Claim | None]]:
         torch.ops.dicp.conv.default: convolution.library_of_all,
         torch.ops.dicp.attention.default: _attention,
         torch.ops.dicp.linear.default: products.linear_library,
-        aten._to_copy.default: conversion,
-        torch.ops.prims.convert_element_type.default: conversion,
     }

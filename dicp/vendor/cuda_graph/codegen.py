@@ -16,7 +16,15 @@ from dicp.ir.index import Index, Var
 from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store, canonical, expressions
 from dicp.ir.phases import is_full, phases
 from dicp.vendor.cuda_graph.accumulate import Accumulators
-from dicp.vendor.cuda_graph.expression import NO_DIMS, TYPES, Dims, ExpressionWriter, Scope, host_text
+from dicp.vendor.cuda_graph.expression import (
+    NO_DIMS,
+    Dims,
+    ExpressionWriter,
+    Scope,
+    host_text,
+    narrowed,
+    widened,
+)
 from dicp.vendor.cuda_graph.idioms import shortened
 from dicp.vendor.cuda_graph.module import INDENT, WAIT, Source, kernel_text
 from dicp.vendor.cuda_graph.tiles import Blocks, Tile, choose_blocks, choose_tile, has_tail, row_has_tail
@@ -165,8 +173,7 @@ class _KernelWriter:
 
     def _kept(self, s: Store, text: str) -> str:
         """A value as what its buffer keeps."""
-        dtype = self.writer.storage[s.buffer]
-        return f"d.narrow({text}, {TYPES[dtype]})" if dtype in ex.LOW_PRECISION else text
+        return narrowed(text, self.writer.storage[s.buffer])
 
     def _past_cache(self, s: Store) -> str:
         return ', cache_modifier=".cs"' if s.buffer in self.streamed else ""
@@ -182,7 +189,7 @@ class _KernelWriter:
                 return [f"d.atomic_{s.mode}({where}, {value}, {held}, tl.int{bits}, tl.uint{bits})"]
             return [f'tl.atomic_{s.mode}({where}, {self._kept(s, value)}{mask}, sem="relaxed")']
         old = f"tl.load({where}{mask}{', other=0' if mask else ''})"
-        old = f"d.widen({old})" if self.writer.storage[s.buffer] in ex.LOW_PRECISION else old
+        old = widened(old, self.writer.storage[s.buffer])
         new = (BOOL_UPDATES if s.value.dtype == torch.bool else UPDATES)[s.mode]
         return [f"tl.store({where}, {self._kept(s, new.format(old, value))}{mask})"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dicp.compat import e4m3_overflow
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.dependence import Dependence
@@ -35,6 +36,9 @@ TYPES = {
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
 }
+EIGHT_BITS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""Floats that are bytes to Triton (device/storage.py): it converts them as eager does not, and not on every
+GPU."""
 INFIX = {
     "add": "+",
     "sub": "-",
@@ -218,7 +222,7 @@ class ExpressionWriter:
         if x.op == "cast":
             return cast_text(self.write(x.args[0], scope, mask), x.args[0].dtype, x.dtype)
         if x.op == "round":
-            return f"d.widen(d.narrow({self.write(x.args[0], scope, mask)}, {TYPES[x.args[1]]}))"
+            return widened(narrowed(self.write(x.args[0], scope, mask), x.args[1]), x.args[1])
         return self._operation(x, scope, mask)
 
     def _operation(self, x: Expr, scope: Scope, mask: Mask | None) -> str:
@@ -310,8 +314,7 @@ class ExpressionWriter:
         arguments = f"{where}, mask={live}, other=0" if live else where
         if "r" in dims and buffer in self.eviction:
             arguments += f', eviction_policy="{self.eviction[buffer]}"'
-        text = f"tl.load({arguments})"
-        return f"d.widen({text})" if dtype in ex.LOW_PRECISION else text
+        return widened(f"tl.load({arguments})", dtype)
 
     storage: dict[str, torch.dtype]
 
@@ -359,6 +362,22 @@ class ExpressionWriter:
                 return f"(({num}) {a.symbol} {den})"
             return f"d.{'floor' if isinstance(a, ix.Div) else 'mod'}_index({num}, {den})"
         return a.key
+
+
+def widened(text: str, dtype: torch.dtype) -> str:
+    """What memory holds, as what computes."""
+    if dtype in EIGHT_BITS:
+        return f"d.from_{EIGHT_BITS[dtype]}({text})"
+    return f"d.widen({text})" if dtype in ex.LOW_PRECISION else text
+
+
+def narrowed(text: str, dtype: torch.dtype) -> str:
+    """A value as what memory holds."""
+    if dtype == torch.float8_e4m3fn:
+        return f"d.to_e4m3({text}, {e4m3_overflow()})"
+    if dtype in EIGHT_BITS:
+        return f"d.to_{EIGHT_BITS[dtype]}({text})"
+    return f"d.narrow({text}, {TYPES[dtype]})" if dtype in ex.LOW_PRECISION else text
 
 
 def cast_text(text: str, source: torch.dtype, target: torch.dtype) -> str:

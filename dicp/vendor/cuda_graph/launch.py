@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 from dicp.config import Config
 from dicp.errors import BuildError, DicpError
+from dicp.ir.expr import FLOAT8
 from dicp.ir.kernel import Param
 from dicp.runtime.cache import Key, open_store
 from dicp.vendor.cuda_graph import launching
@@ -43,8 +44,7 @@ POINTERS = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.bool: "*i1",
-    torch.float8_e4m3fn: "*u8",
-    torch.float8_e5m2: "*u8",
+    **dict.fromkeys(FLOAT8, "*u8"),
 }
 WIDE = 1 << 30  # elements from which positions take 64 bits (a last tile may reach beyond the end)
 ALIGN = 16  # bytes: one vector access
@@ -402,9 +402,10 @@ class InterpretedKernel:
         programs = self.programs(*arguments[n : n + len(self.source.sizes)])
         if programs == 0:
             return
-        constants = _constants(self.source, wide, not any(t.data_ptr() % ALIGN for t in arguments[:n]))
+        pointers = [t.view(torch.uint8) if t.dtype in FLOAT8 else t for t in arguments[:n]]
+        constants = _constants(self.source, wide, not any(t.data_ptr() % ALIGN for t in pointers))
         with _interpreting, np.errstate(all="ignore"):  # the interpreter swaps functions of triton.language
-            self.run[(programs,)](*arguments, **constants)
+            self.run[(programs,)](*pointers, *arguments[n:], **constants)
 
 
 def _range(*bounds: Any) -> range:

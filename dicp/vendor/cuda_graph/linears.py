@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from dicp.config import Config
 from dicp.ir.value import Value
+from dicp.ops.library import NARROW_WEIGHTS
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cuda_graph import products
@@ -39,7 +40,7 @@ def supports(node: fx.Node) -> bool:
         return False
     added = [*scales, *bs, *([] if norm is None else [norm])]
     floats = dtype in products.FLOATS and all(v.dtype in products.FLOATS for v in added)
-    dense = all(v.dtype in (dtype, torch.int8) and tuple(v.stride()) == (k, 1) for v in ws)
+    dense = all(v.dtype in (dtype, *NARROW_WEIGHTS) and tuple(v.stride()) == (k, 1) for v in ws)
     return floats and dense
 
 

@@ -22,7 +22,7 @@ from dicp.compat import size_hint
 from dicp.config import Config
 from dicp.ir import index as ix
 from dicp.ir.value import Value
-from dicp.ops.library import ACTIVATIONS
+from dicp.ops.library import ACTIVATIONS, NARROW_WEIGHTS
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
 from dicp.vendor.cuda_graph.templates import Launched, Operand, claim
@@ -31,7 +31,7 @@ from dicp.vendor.cuda_graph.templates.product import MAX_ROWS, Product, Tiling, 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SCALED_ROWS = 64
-"""Rows up to which weights of int8 are read as stored: each tile of rows converts them anew."""
+"""Rows up to which weights of eight bits are read as stored: each tile of rows converts them anew."""
 SMALL_M = 16
 """Rows up to which a product with an epilogue is a template: it reads b once, whatever it does besides."""
 FUSED_K = {torch.float32: 128, torch.bfloat16: 512, torch.float16: 512}
@@ -111,7 +111,7 @@ def few_rows(
     else:
         columns, step = (8, 512) if wide else (4, 1024)
         step = 2 * step // dtype.itemsize // (2 if m > 2 else 1)
-        step //= 2 if m > 1 and dtype == torch.int8 else 1  # sums are in registers, one for each row and term
+        step //= 2 if m > 1 and dtype.itemsize == 1 else 1  # sums are in registers, one for each row and term
         while step > 128 and k % step and k < 4 * step:
             step //= 2
         while columns > 2 and batch * n < 2 * columns * multiprocessors():
@@ -152,7 +152,8 @@ def supports_scaled(node: fx.Node) -> bool:
         return False
     floats = (x, val) if scale is None else (x, val, scale)
     known = all(isinstance(n, int) for n in (*val.shape, *w.shape))
-    return known and x.dtype == val.dtype and w.dtype == torch.int8 and all(v.dtype in FLOATS for v in floats)
+    read = x.dtype == val.dtype and w.dtype in NARROW_WEIGHTS and all(v.dtype in FLOATS for v in floats)
+    return known and read
 
 
 def _inside(node: fx.Node) -> bool:
@@ -258,7 +259,8 @@ def candidates(node: fx.Node, config: Config, library: Claim) -> list[Claim]:
 
 
 def scaled(node: fx.Node, config: Config) -> list[Claim]:
-    """The claims of a dicp::scaled_linear, the one to take without measuring first. No library reads int8."""
+    """The claims of a dicp::scaled_linear, the one to take without measuring first. No library reads
+    eight bits."""
     m, n, k, _ = _sizes(node)
     x, w = _factors(node)
     along_k = size_hint(w.stride(-1)) == 1

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from products import ACTIVATIONS
 
 from dicp.compiler import Compiled, observe
+from dicp.ops.library import NARROW_WEIGHTS
 from dicp.vendor.cpu_graph.claims import matmul
 from dicp.vendor.cpu_graph.claims.common import multiplies
 from dicp.vendor.cpu_graph.claims.gemm import gemm
@@ -227,9 +228,13 @@ def test_batches_and_what_is_added(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_weights_are_read_as_stored(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stored", NARROW_WEIGHTS)
+@pytest.mark.parametrize("rows", [40, 300])
+def test_narrow_weights_are_read_as_stored(
+    rows: int, stored: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(matmul, "multiplies", lambda dtype: False)
-    x, w = torch.randn(40, 200, dtype=dtype), torch.randint(-127, 128, (333, 200), dtype=torch.int8)
+    x, w = torch.randn(rows, 200, dtype=dtype), torch.randint(-127, 128, (333, 200)).to(stored)
     s = torch.rand(333, dtype=dtype) / 64
     check(lambda x, w, s: F.silu(F.linear(x, w.to(x.dtype)) * s), x, w, s)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dicp.compiler import Compiled, observe
 from dicp.config import Config
 from dicp.dynamo_bridge.backend import dicp_cuda
-from dicp.ops.library import linears
+from dicp.ops.library import NARROW_WEIGHTS, linears
 from dicp.schedule.kernels import Launch
 from dicp.vendor.cuda_graph import CudaGraph, gpu
 from dicp.vendor.cuda_graph.templates import Launched, Operand
@@ -192,12 +192,12 @@ def test_a_block_is_three_products(
 
 
 class Stored(nn.Module):
-    """A linear layer of int8, as models write it."""
+    """A linear layer of a weight in eight bits, as models write it."""
 
-    def __init__(self, of: nn.Linear) -> None:
+    def __init__(self, of: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         scales = of.weight.data.abs().amax(1) / 127
-        self.register_buffer("weight", (of.weight.data / scales[:, None]).round().to(torch.int8))
+        self.register_buffer("weight", (of.weight.data / scales[:, None]).round().to(dtype))
         self.register_buffer("scales", scales)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,14 +213,15 @@ class Stored(nn.Module):
         (80, ["mm"] * 6),  # of converted weights, by cuBLAS
     ],
 )
-def test_int8_weights_are_read_as_stored(
-    rows: int, want: list[str], dtype: torch.dtype, cuda_cache: str
+@pytest.mark.parametrize("stored", NARROW_WEIGHTS)
+def test_narrow_weights_are_read_as_stored(
+    stored: torch.dtype, rows: int, want: list[str], dtype: torch.dtype, cuda_cache: str
 ) -> None:
     torch.manual_seed(0)
-    net = Block(64, bias=False)
+    net = Block(64, bias=False).to(dtype)
     for name in ("q", "k", "v", "gate", "up", "down"):
-        setattr(net, name, Stored(getattr(net, name)))
-    net, x = net.to(dtype), torch.randn(rows, 64).to(dtype)
+        setattr(net, name, Stored(getattr(net, name), stored))
+    x = torch.randn(rows, 64).to(dtype)
     got, calls = programs(net, x, cuda_cache)
     assert [name.partition(":")[0] for name in calls] == want, calls
     loose = 1e-5 if dtype == torch.float32 else 4e-2

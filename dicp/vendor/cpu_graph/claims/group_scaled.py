@@ -42,7 +42,7 @@ def group_scaled(node: fx.Node, config: Config | None) -> Claim | None:
         return None
     if any(d is not None and d not in STORAGE for d in (scale.dtype, zero)):
         return None
-    return Claim("int8 linear by groups: few rows", _emit, out=True, prepare=dense(0, 1, 2, 3))
+    return Claim("narrow linear by groups: few rows", _emit, out=True, prepare=dense(0, 1, 2, 3))
 
 
 def _emit(writer: Any, call: Call) -> None:

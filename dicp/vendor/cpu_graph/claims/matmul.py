@@ -442,13 +442,13 @@ def _linear_by_blas(w: Any, c: Call) -> None:
 
 
 def scaled_linear(node: fx.Node, config: Config | None) -> list[Claim]:
-    """Of int8 weights, which no library reads. Where oneDNN multiplies a low precision, it gets them cast,
-    unless rows seem to be few."""
-    few, tiles = gemv("int8 linear", node), gemm("int8 linear", node)
+    """Of weights of eight bits, which no library reads. Where oneDNN multiplies a low precision, it gets them
+    cast, unless rows seem to be few."""
+    few, tiles = gemv("narrow linear", node), gemm("narrow linear", node)
     dtype = dtype_of(node)
     if dtype in LOW and multiplies(dtype) and not seems_few(node):
         tiles = None
-    return _for_rows_that_vary("int8 linear", node, [claim for claim in (few, tiles) if claim is not None])
+    return _for_rows_that_vary("narrow linear", node, [claim for claim in (few, tiles) if claim is not None])
 
 
 def _linear_call(

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from dicp.compat import known_equal
 from dicp.ir import index as ix
+from dicp.ops.library import NARROW_WEIGHTS
 from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import order_of
 from dicp.vendor.cpu_graph.claims.common import FLOATS, activation_of, argument, aten, dtype_of
@@ -62,7 +63,7 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def reads(node: fx.Node, at: Operands) -> bool:
     """Whether the templates have the dtypes of the operands."""
     dtype, w = dtype_of(node), dtype_of(node.args[at.w])
-    return dtype in FLOATS and dtype_of(node.args[at.x]) == dtype and w in (dtype, torch.int8)
+    return dtype in FLOATS and dtype_of(node.args[at.x]) == dtype and w in (dtype, *NARROW_WEIGHTS)
 
 
 def is_batched(node: fx.Node) -> bool:

@@ -25,6 +25,8 @@ constexpr int LANES = DICP_LANES;
 
 struct bf16 { uint16_t bits; };
 struct half { uint16_t bits; };
+struct e4m3 { uint8_t bits; };  // float8_e4m3fn
+struct e5m2 { uint8_t bits; };
 
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;

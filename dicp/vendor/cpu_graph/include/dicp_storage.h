@@ -1,10 +1,12 @@
-// For code that moves pointers and computes nothing but sizes: the 16-bit storage types, and quotients rounded down.
+// For code that moves pointers and computes nothing but sizes: the storage types of few bits, and quotients rounded down.
 #pragma once
 #include <stdint.h>
 
 namespace dicp {
 struct bf16 { uint16_t bits; };
 struct half { uint16_t bits; };
+struct e4m3 { uint8_t bits; };
+struct e5m2 { uint8_t bits; };
 struct complex32 { half re, im; };
 struct complex64 { float re, im; };
 struct complex128 { double re, im; };

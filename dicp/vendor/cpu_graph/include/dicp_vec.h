@@ -6,7 +6,7 @@
 
 namespace dicp {
 
-// types: int8, uint8, int16 are computed in vi32, bf16 and half in vf32
+// types: int8, uint8, int16 are computed in vi32, bf16, half, e4m3 and e5m2 in vf32
 using vf32 = isa::reg<float>;
 using vi32 = isa::reg<int32_t>;
 using vf64 = isa::Two<double>;
@@ -34,6 +34,8 @@ template <class T> struct Vec { using type = T; };
 template <> struct Vec<float> { using type = vf32; };
 template <> struct Vec<bf16> { using type = vf32; };
 template <> struct Vec<half> { using type = vf32; };
+template <> struct Vec<e4m3> { using type = vf32; };
+template <> struct Vec<e5m2> { using type = vf32; };
 template <> struct Vec<double> { using type = vf64; };
 template <> struct Vec<int8_t> { using type = vi32; };
 template <> struct Vec<uint8_t> { using type = vi32; };

@@ -6,7 +6,7 @@ weights.
 
 Side by side, a program finds by its number which weight it reads; gated, it reads the same columns of both.
 rstd is 1 / sqrt(mean over k of x[m, k] ** 2 + eps), which a program finds on the same way along k, without
-reading x before: it is a factor of all terms. scale: of weights stored as int8.
+reading x before: it is a factor of all terms. scale: of weights stored in eight bits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 from dicp.ir import expr as ex
 from dicp.ir.index import Index
-from dicp.vendor.cuda_graph.expression import TYPES
+from dicp.vendor.cuda_graph.expression import narrowed
 from dicp.vendor.cuda_graph.module import INDENT, WAIT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
-from dicp.vendor.cuda_graph.templates.product import ACTIVATIONS, SHORT, Tiling, load, widened
+from dicp.vendor.cuda_graph.templates.product import ACTIVATIONS, SHORT, Tiling, as_float, load
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _Writer:
         ]
         if p.norm is not None:
             inside.append(f"norm_k = {load('norm + k', live_k, p.norm.dtype)}")
-        inside += [f"wide_{w} = {widened(f'right_{w}', p.w[0].dtype)}" for w in self.read]
+        inside += [f"wide_{w} = {as_float(f'right_{w}', p.w[0].dtype)}" for w in self.read]
         for m in rows:
             inside.append(f"left = {load(f'x + {m * k} + k' if m else 'x + k', live_k, p.x.dtype)}")
             if p.norm is not None:
@@ -177,7 +177,7 @@ class _Writer:
                         lines.append(f"{y} = {y} {how} {load(at, live, of[0].dtype)}")
             lines += short.get(p.act, ACTIVATIONS[p.act])
             lines += ["y = y * times"] if p.gated else []
-            kept = f"d.narrow(y, {TYPES[p.out[0].dtype]})" if p.out[0].dtype in ex.LOW_PRECISION else "y"
+            kept = narrowed("y", p.out[0].dtype)
             row = f"{m} * {self._columns} + " if m else ""
             lines.append(f"tl.store(out + {row}n, {kept}{mask})")
         return lines

@@ -2,7 +2,7 @@
 
     out[z, m, n] = act(alpha * sum over k of a[z, m, k] * b[z, k, n] + beta * bias + residual) + other
 
-b may be stored as int8, with a scale in alpha's place: it is converted where it is multiplied.
+b may be stored in eight bits, with a scale in alpha's place: it is converted where it is multiplied.
 
 Two forms. `tile`: a program computes a tile of the result on the tensor cores; programs follow each other
 down groups of rows of tiles, so that what they read of b is still in L2. `rows`: for up to MAX_ROWS rows,
@@ -23,7 +23,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.schedule.defs import View
-from dicp.vendor.cuda_graph.expression import TYPES, host_text
+from dicp.vendor.cuda_graph.expression import host_text, narrowed, widened
 from dicp.vendor.cuda_graph.module import INDENT, WAIT
 from dicp.vendor.cuda_graph.templates import Launched, Operand, make, number
 
@@ -76,7 +76,7 @@ class Tiling:
 @dataclass(frozen=True)
 class Product:
     """Sizes and operands; axes are (z, m, n), those of a (z, m, k), those of b (z, k, n). b: of a's dtype, or
-    int8."""
+    of NARROW_WEIGHTS."""
 
     stem: str
     batch: Index
@@ -278,8 +278,7 @@ class Writer:
         right = p.b.at(self._z, "k[:, None]", "n[None, :]", full=True)
         read = load(right, _both(live_k, "[:, None]", live_n, "[None, :]"))
         if p.b.dtype != p.a.dtype:
-            read = widened(read, p.b.dtype)
-            read = f"d.narrow({read}, {TYPES[p.a.dtype]})" if p.a.dtype in ex.LOW_PRECISION else read
+            read = narrowed(as_float(read, p.b.dtype), p.a.dtype)
         return [
             f"left = {load(left, _both(live_m, '[:, None]', live_k, '[None, :]'))}",
             f"right = {read}",
@@ -314,7 +313,7 @@ class Writer:
         inside = ["following = k + BK", f"ahead = {load(where, more)}"]
         for m in range(p.m):
             left = load(p.a.at(self._z, str(m), "k", full=True), live_k, p.a.dtype)
-            inside.append(f"acc{m} += {widened('right', p.b.dtype)} * {left}")
+            inside.append(f"acc{m} += {as_float('right', p.b.dtype)} * {left}")
         self.lines += [INDENT + line for line in [*inside, "k, right = following, ahead"]]
         for m in range(p.m):
             if self.tiling.split > 1:
@@ -340,7 +339,7 @@ def epilogue(p: Product, z: str, m: str, n: str, live: dict[str, str]) -> list[s
     lines += short.get(p.act, ACTIVATIONS[p.act])
     if p.other is not None:
         lines.append(f"y = y + {load(p.other.at(z, m, n), _limited(p.other, live), p.other.dtype)}")
-    kept = f"d.narrow(y, {TYPES[p.out.dtype]})" if p.out.dtype in ex.LOW_PRECISION else "y"
+    kept = narrowed("y", p.out.dtype)
     return [*lines, f"tl.store({p.out.at(z, m, n, full=True)}, {kept}{_mask(' & '.join(live.values()))})"]
 
 
@@ -363,14 +362,12 @@ def _mask(live: str | None) -> str:
 def load(address: str, live: str | None, dtype: torch.dtype | None = None) -> str:
     """The elements at an address, 0 where they are not live. dtype: theirs, for float32 of them."""
     text = f"tl.load({address}, mask={live}, other=0)" if live else f"tl.load({address})"
-    return text if dtype is None else widened(text, dtype)
+    return text if dtype is None else as_float(text, dtype)
 
 
-def widened(text: str, dtype: torch.dtype) -> str:
+def as_float(text: str, dtype: torch.dtype) -> str:
     """Elements of a dtype as float32."""
-    if dtype in ex.LOW_PRECISION:
-        return f"d.widen({text})"
-    return text if dtype == torch.float32 else f"{text}.to(tl.float32)"
+    return widened(text, dtype) if dtype.is_floating_point else f"{text}.to(tl.float32)"
 
 
 # -- partial sums --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Weights stored as int8, as models write them: what a product's operand is made of before it is cast.
+"""Weights stored in eight bits, as models write them: what a product's operand is made of before it is cast.
 
 Scales are of columns (`stored`), or of groups along the depth (`stored_by_groups`): mostly of four bits.
 """
@@ -12,15 +12,17 @@ import torch
 from torch.fx import Node
 
 from dicp.compat import known_equal
+from dicp.ops.library import NARROW_WEIGHTS
 from dicp.passes.facts import aten, is_plain_cast, is_tensor, rank, same_shape, value_of
 
 _EXACT = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that have all numbers of int8."""
+"""Dtypes that have all numbers of each of those."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A product's operand [K, N]: w times scale. w: int8, [N, K] where it is by_rows, else [K, N].
+    """A product's operand [K, N]: w times scale. w: of NARROW_WEIGHTS, [N, K] where it is by_rows, else
+    [K, N].
 
     scale: of [N] or [N, 1] or [1, N] or one element, a number, or None.
     """
@@ -34,7 +36,7 @@ def stored(operand: Any) -> Stored | None:
     """[K, N] = permute(mul(cast(w), unsqueeze(scale))), in whatever order that is written."""
     node, by_rows, scale = operand, False, None
     while isinstance(node, Node) and rank(node) == 2:
-        if value_of(node).dtype == torch.int8:
+        if value_of(node).dtype in NARROW_WEIGHTS:
             return Stored(node, by_rows, scale)
         if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
             by_rows, node = not by_rows, node.args[0]
@@ -97,13 +99,13 @@ def stored_by_groups(operand: Any) -> Groups | None:
         shifted, zero = shifted.args
         if not _has(shifted, sizes) or not _has(zero, of_groups):
             return None
-        zero = zero.args[0] if is_plain_cast(zero) and value_of(zero.args[0]).dtype in _NARROW else zero
-    if not is_plain_cast(shifted) or value_of(shifted.args[0]).dtype not in _NARROW:
+        zero = zero.args[0] if is_plain_cast(zero) and value_of(zero.args[0]).dtype in _INTEGERS else zero
+    if not is_plain_cast(shifted) or value_of(shifted.args[0]).dtype not in _INTEGERS:
         return None
     return Groups(shifted.args[0], scale, zero)
 
 
-_NARROW = (torch.int8, torch.uint8)
+_INTEGERS = (torch.int8, torch.uint8)
 
 
 def _has(x: Any, sizes: tuple[int, ...]) -> bool:
