@@ -347,7 +347,7 @@ def less(i: Index, n: Index) -> Expr:
         return const(True, torch.bool)
     if ix.nonnegative(i - n):
         return const(False, torch.bool)
-    return Expr("lt", (index_value(i), index_value(n)), torch.bool)
+    return Expr("lt", tuple(map(index_value, _in_whole_steps(i, n))), torch.bool)
 
 
 def at_least(i: Index, n: Index) -> Expr:
@@ -359,7 +359,20 @@ def at_least(i: Index, n: Index) -> Expr:
         return const(True, torch.bool)
     if ix.is_below(i, n):
         return const(False, torch.bool)
-    return Expr("ge", (index_value(i), index_value(n)), torch.bool)
+    return Expr("ge", tuple(map(index_value, _in_whole_steps(i, n))), torch.bool)
+
+
+def _in_whole_steps(i: Index, n: Index) -> tuple[Index, Index]:
+    """What compares as i with n, of fewer terms where there are such: 16 j + k < 32 is j < 2 for 0 <= k < 16.
+    The condition then holds for whole rows."""
+    if isinstance(i, int) or not isinstance(n, int):
+        return i, n
+    for _, step in i.terms:
+        if step > 1 and n % step == 0:
+            j = ix.floordiv(i, step)
+            if isinstance(j, int) or len(j.terms) < len(i.terms):
+                return j, n // step
+    return i, n
 
 
 def index_text(i: Index, operand: Callable[[Expr], str]) -> str:

@@ -76,17 +76,30 @@ def constants_of(gm: GraphModule) -> frozenset[Node]:
 
 def is_constant(node: Node) -> bool:
     """Whether a value depends on frozen inputs alone."""
-    seen, stack = {node}, [node]
+    return _frozen_inputs(node) is not None
+
+
+def is_folded(node: Node) -> bool:
+    """Whether a value, or the one whose memory it shares, will be made once."""
+    *_, whole = _chain_of(node)
+    roots = _frozen_inputs(whole)
+    return roots is not None and _pays(whole, roots)
+
+
+def _frozen_inputs(node: Node) -> frozenset[Node] | None:
+    """Those that a value depends on; None where it depends on others."""
+    seen, stack, found = {node}, [node], set()
     while stack:
         n = stack.pop()
         if n.op == "placeholder":
             if FROZEN not in n.meta:
-                return False
+                return None
+            found.add(n)
         elif n.op != "call_function" or not n.all_input_nodes or not is_pure(n) or not _is_fixed(value_of(n)):
-            return False
+            return None
         stack += [a for a in n.all_input_nodes if a not in seen]
         seen.update(n.all_input_nodes)
-    return True
+    return frozenset(found)
 
 
 def _is_fixed(value: Any) -> bool:

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from lowered import compiled
 
-from dicp.ir.kernel import show
-from dicp.vendor.cpu_graph.index_set_splitting import MOST, Range, split_ranges
+from dicp.ir.kernel import expressions, show
+from dicp.vendor.cpu_graph.codegen import emit
+from dicp.vendor.cpu_graph.index_set_splitting import MOST, Range, split_ranges, split_rows
 from dicp.vendor.cpu_graph.loops import choose_shape
 
 
@@ -65,3 +66,30 @@ from 32: kernel cat(arg0_1: f32, buf1: f32*)
 )
 def test_where_ranges_begin(fn, shapes, starts) -> None:
     assert [r.start for r in ranges(fn, *shapes)] == starts
+
+
+def unpacked(x, low, high):
+    """A sum along rows that are made of one half's, or of the other's."""
+    return (x * torch.cat([low * 2, high + 1])).sum(1)
+
+
+def test_rows_are_split_where_their_parts_meet() -> None:
+    kernel = compiled(unpacked, (1, 64), (24, 64), (8, 64)).launches[-1].kernel
+    (axis,) = choose_shape(kernel, 16).outer
+    found = split_rows(kernel, axis)
+    assert [(r.start, r.axis.size) for r in found] == [(0, 24), (24, 8)]
+    assert not any(e.op in ("where", "masked") for r in found for s in r.kernel.body for e in expressions(s))
+    text = emit(kernel, "sums", 16)
+    assert text.count("for (int64_t i0 = 0; i0 < ") == 2 and "where(" not in text
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda x: x.tril().sum(1), [(64, 64)]),  # decided by the column, too
+        (lambda x, y: torch.cat([x] * 5 + [y]).sum(1), [(8, 64), (8, 64)]),  # too much text
+    ],
+)
+def test_rows_that_are_not(fn, shapes) -> None:
+    kernel = compiled(fn, *shapes).launches[-1].kernel
+    assert all(len(split_rows(kernel, a)) == 1 for a in choose_shape(kernel, 16).outer)

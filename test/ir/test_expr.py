@@ -232,3 +232,13 @@ def test_cost_counts_shared_work_once() -> None:
     e = ex.unary("exp", x)
     assert ex.cost(e * e) == ex.cost(e) + 1
     assert ex.cost(ex.unary("exp", x)) > ex.cost(x + y) > 0
+
+
+def test_comparisons_are_of_whole_rows_where_they_can_be() -> None:
+    """4 i + j, 0 <= j < 4, is below 12 where i is below 3."""
+    for make, op in ((ex.less, "lt"), (ex.at_least, "ge")):
+        for n, of in ((12, 3), (10, None), (16, 4)):
+            got, position = make(4 * i + j, n), 4 * i + j
+            want = Expr(op, (ex.index_value(position), ex.index_value(n)), B8)
+            assert torch.equal(*torch.broadcast_tensors(meaning(got), meaning(want)))
+            assert got == (make(i, of) if of is not None else want)

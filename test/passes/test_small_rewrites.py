@@ -12,6 +12,7 @@ from graphs import CheckPass, claims, graph_of, graphs_of
 from dicp.ir.printer import show
 from dicp.ops.library import register
 from dicp.passes.canonicalize import canonicalize
+from dicp.passes.freeze import mark_frozen
 from dicp.passes.rewrite_dot import rewrite_dot
 from dicp.passes.rewrite_dropout import rewrite_dropout
 from dicp.passes.rewrite_norm import rewrite_norm
@@ -122,6 +123,46 @@ graph(arg0_1: f32[70,5], arg1_1: f32[3,70]):
   v9: f32[3,2] = mm(v6, v8)
   return v5, v9
 """)
+
+    def test_a_row_takes_in_what_makes_its_weight(self) -> None:
+        def f(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            w = torch.cat([packed & 15, packed >> 4]).to(x.dtype)
+            return x @ (w * scale).t()
+
+        packed = torch.randint(0, 256, (4, 70), dtype=torch.uint8)
+        self.assertExpectedInline(self.rewritten(f, (1, 70), packed, (8, 1)), """\
+graph(arg0_1: u8[4,70], arg1_1: f32[1,70], arg2_1: f32[8,1]):
+  v0: u8[4,70] = bitwise_and.Scalar(arg0_1, 15)
+  v1: u8[4,70] = __rshift__.Scalar(arg0_1, 4)
+  v2: u8[8,70] = cat([v0,v1])
+  v3: f32[8,70] = _to_copy(v2, dtype=f32)
+  v4: f32[8,70] = mul(v3, arg2_1)
+  v5: f32[70,8] = permute(v4, [1,0])
+  v6: f32[8,70] = permute(v5, [1,0])
+  v7: f32[8,70] = mul(arg1_1, v6)
+  v8: f32[8] = sum.dim_IntList(v7, [-1])
+  v9: f32[1,8] = unsqueeze(v8, 0)
+  return v9
+""")
+        self.assertIn("mm(", self.rewritten(f, (2, 70), packed, (8, 1)))  # each row would make it anew
+        self.assertIn("mm(", self.rewritten(f, (1, 60), packed[:, :60].clone(), (8, 1)))
+
+    def test_weights_that_are_in_memory_or_will_be_stay_operands(self) -> None:
+        x, w, s = (1, 70), (8, 70), (8, 1)
+        several = lambda x, w, s: (x @ (w * s).t(), (w * s).sum())  # noqa: E731
+        whole = lambda x, w: x @ w.relu().cumsum(1).t()  # noqa: E731 (elements are made of others)
+        narrow = torch.randint(-9, 9, (8, 70), dtype=torch.int8)
+        of_rows = lambda x, w, s: x @ (w.to(x.dtype) * s).t()  # noqa: E731 (read as stored)
+        plain = lambda x, w: x @ w.t()  # noqa: E731
+        cases = (plain, (x, w)), (several, (x, w, s)), (whole, (x, w)), (of_rows, (x, narrow, s))
+        for f, inputs in cases:
+            self.assertIn("mm(", self.rewritten(f, *inputs))
+
+    def test_weights_that_are_made_once_stay_operands(self) -> None:
+        g = canonicalize(graph_of(lambda x, w, s: x @ (w * s).t(), (1, 70), (8, 70), (8, 1)))
+        inputs = [n for n in g.graph.nodes if n.op == "placeholder"]
+        mark_frozen(g, {k: n.name for k, n in enumerate(inputs) if n.name != "arg2_1"})
+        self.assertIn("mm(", show(self.check(rewrite_dot, g, NOTHING)))
 
     def test_a_column_times_a_row_is_no_sum(self) -> None:
         def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

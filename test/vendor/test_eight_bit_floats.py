@@ -66,6 +66,8 @@ def test_whole_numbers(vendor: str, kind: torch.dtype, whole: torch.dtype) -> No
     x = torch.arange(-300, 300).to(whole)
     assert_same(compiled(vendor, lambda x: x.to(kind), x), x.to(kind))
     torch._dynamo.reset()
+    assert_same(compiled(vendor, lambda x: x.to(kind).float() / 3, x), x.to(kind).float() / 3)
+    torch._dynamo.reset()
     y = torch.arange(-100, 100).to(kind)
     assert_same(compiled(vendor, lambda y: y.to(whole), y), y.to(whole))
 

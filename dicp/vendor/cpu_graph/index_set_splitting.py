@@ -24,7 +24,7 @@ from dicp.ir.kernel import Axis, Kernel, Statement, accessed, expressions, rewri
 from dicp.ir.ranges import change
 from dicp.vendor.cpu_graph.lane_strides import is_read, walk
 
-MOST = 64  # ranges, each of which is text
+MOST, MOST_OF_ROWS = 64, 4  # ranges, each of which is text
 TURNS = 3  # at which a position begins again; of more, axis_splitting.py makes axes
 UNROLLED = 8  # vectors, whose positions are constants then: gathered faster than stored under two masks
 STEP = 4  # what a vector takes besides its operations, in these
@@ -51,6 +51,20 @@ def split_ranges(kernel: Kernel, axis: Axis, lanes: int) -> list[Range]:
     found = [_part(kernel, axis, a, b) for a, b in itertools.pairwise([0, *changes, axis.size])]
     fewer = sum(_operations(r, lanes) for r in found) < _operations(whole[0], lanes)
     return found if fewer else whole
+
+
+def split_rows(kernel: Kernel, axis: Axis) -> list[Range]:
+    """The same of an axis around rows, of which conditions alone are decided: a row takes each of its vectors
+    from one part."""
+    whole = [Range(0, axis, kernel)]
+    if axis.reduced or axis.serial or not isinstance(axis.size, int):
+        return whole
+    changes = sorted(set(_changes(kernel.body, axis.var, axis.size)))
+    if not 0 < len(changes) < MOST_OF_ROWS:
+        return whole
+    found = [_part(kernel, axis, a, b) for a, b in itertools.pairwise([0, *changes, axis.size])]
+    least = min(sum(ex.cost(s.value) for s in r.kernel.body) for r in found)
+    return found if least < sum(ex.cost(s.value) for s in kernel.body) else whole
 
 
 def _changes(body: Iterable[Statement], var: Var, size: int) -> Iterator[int]:
@@ -89,4 +103,4 @@ def _operations(part: Range, lanes: int) -> int:
     return vectors + part.axis.size * sum(walk(i, part.axis.var, lanes) for i in positions)
 
 
-__all__ = ["Range", "split_ranges"]
+__all__ = ["Range", "split_ranges", "split_rows"]

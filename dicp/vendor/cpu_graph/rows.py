@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from dicp.ir import expr as ex
 from dicp.ir.expr import Expr
-from dicp.ir.kernel import Kernel, Reduce, Scan, Statement, Store
+from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, Store
 from dicp.vendor.cpu_graph.accumulate import ROW_UNROLL
 from dicp.vendor.cpu_graph.expression import SCALAR, STORAGE, Scope
 from dicp.vendor.cpu_graph.idioms import EXPENSIVE
+from dicp.vendor.cpu_graph.index_set_splitting import Range, split_rows
 from dicp.vendor.cpu_graph.kernel_writer import KernelWriter
 from dicp.vendor.cpu_graph.loops import Shape, around, block_loop, indent
 from dicp.vendor.cpu_graph.transposed_loads import TransposedRows, block_of_rows, find_transposed_rows
@@ -30,6 +32,19 @@ class RowsWriter(KernelWriter):
         self.written: set[int] = set()  # results of whole rows that stand already
 
     def lines(self) -> list[str]:
+        for axis in self.shape.outer:
+            ranges = split_rows(self.kernel, axis)
+            if len(ranges) > 1:
+                return [line for r in ranges for line in self._range(axis, r)]
+        return self._rows()
+
+    def _range(self, axis: Axis, part: Range) -> list[str]:
+        """The rows of a range of an outer axis."""
+        outer = tuple(part.axis if a is axis else a for a in self.shape.outer)
+        inner = RowsWriter(part.kernel, replace(self.shape, outer=outer), self.lanes).lines()
+        return [f"// {part.axis.var} from {part.start}", "{", *indent(inner), "}"]
+
+    def _rows(self) -> list[str]:
         outer = Scope()
         shared = self._kept_between_phases()
         transposed = find_transposed_rows(self.kernel, self.shape, self.lanes)
