@@ -42,6 +42,13 @@ def pairs_are_slow() -> bool:
     return cpu_maker() == "intel" and "amx_bf16" not in cpu_flags()
 
 
+def halves_are_slow() -> bool:
+    """Whether oneDNN computes with float16 at half the rate of float32, as on Intel's processors without AMX
+    for it: convolutions at 160 to 180 GFLOP/s for 260 to 330 (two cores of the 5th generation, one-off
+    script)."""
+    return cpu_maker() == "intel" and "amx_fp16" not in cpu_flags()
+
+
 def cpu_name() -> str:
     """The name that it is sold under."""
     return _words().get("model name") or platform.processor() or platform.machine()
@@ -53,4 +60,4 @@ def cpu_model() -> str:
     return " ".join(known) or cpu_name()
 
 
-__all__ = ["cpu_flags", "cpu_maker", "cpu_model", "cpu_name", "pairs_are_slow"]
+__all__ = ["cpu_flags", "cpu_maker", "cpu_model", "cpu_name", "halves_are_slow", "pairs_are_slow"]

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from dicp.ir.meta_keys import LAYOUT_KEY
-from dicp.runtime.cpu import cpu_flags, pairs_are_slow
+from dicp.runtime.cpu import cpu_flags, halves_are_slow, pairs_are_slow
 from dicp.schedule.defs import Call, View
 from dicp.schedule.strides import dense_strides
 
@@ -58,7 +58,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     """Whether torch's libraries have products of a low precision on this processor that are not slower than
     float32's. Where they have none, ATen multiplies element by element (docs/cpu_graph.md has what that
     takes)."""
-    if dtype == torch.bfloat16 and pairs_are_slow():
+    if pairs_are_slow() if dtype == torch.bfloat16 else halves_are_slow():
         return False
     asked = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
