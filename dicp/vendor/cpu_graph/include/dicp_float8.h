@@ -1,5 +1,5 @@
-// Floats of eight bits to and from float, by integers; one text for scalars and vectors. Ties round to even. A number
-// too large becomes infinity in e5m2; e4m3 has none, and what torch makes of it there depends on its version.
+// Floats of eight bits to and from float. Ties round to even. A number too large becomes infinity in e5m2; e4m3 has
+// none, and what torch makes of it there depends on its version.
 #pragma once
 #include "dicp_vec.h"
 
@@ -9,21 +9,25 @@
 
 namespace dicp {
 
-template <class F> DICP_INLINE F e4m3_to_float(bits_of<F> h) {
-  using I = bits_of<F>;
-  const I size = h & 0x7f;
-  const I subnormal = as_bits((F)(cast<F>(size) * 0x1p-9f)), normal = (size << 20) + (120 << 23);
-  const I number = where(lt(size, 8), subnormal, normal);
-  return as_float<F>((I)(where(eq(size, 0x7f), 0x7fc00000, number) | ((h & 0x80) << 24)));
+DICP_INLINE float e4m3_to_float(uint8_t b) {
+  const float number = half_to_float((uint16_t)(((b & 0x80) << 8) | ((b & 0x7f) << 7))) * 256;
+  return (b & 0x7f) == 0x7f ? __builtin_nanf("") : number;
+}
+// as float16 with three zeros more in the exponent, 2^-8 times the number; of NaN, whose exponent is a number's there,
+// 480, which no number is
+DICP_INLINE vf32 e4m3_to_float(isa::reg<uint8_t> b) {
+  const isa::reg<int16_t> h = isa::convert<int16_t, int8_t, LANES>((isa::reg<int8_t>)b) << 7 & (int16_t)0xbf80;
+  const vf32 number = half_to_float((isa::reg<uint16_t>)h) * 256.0f;
+  return where(eq(as_bits(number) & 0x7fffffff, 0x43f00000), __builtin_nanf(""), number);
 }
 // e5m2 is the upper half of a float16
-template <class F> DICP_INLINE F e5m2_to_float(bits_of<F> h) {
-  if constexpr (is_vec<F>) return half_to_float(isa::convert<uint16_t, int32_t, LANES>(h << 8));
-  else return half_to_float((uint16_t)(h << 8));
+DICP_INLINE float e5m2_to_float(uint8_t b) { return half_to_float((uint16_t)(b << 8)); }
+DICP_INLINE vf32 e5m2_to_float(isa::reg<uint8_t> b) {
+  return half_to_float((isa::reg<uint16_t>)(isa::convert<uint16_t, uint8_t, LANES>(b) << 8));
 }
 
 // to the nearest with so many bits of mantissa; `overflow` from the magnitude with the bits `limit` on
-template <int mantissa, int bias, int limit, int overflow, class F> DICP_INLINE bits_of<F> float_to_float8(F x) {
+template <int mantissa, int bias, int limit, int overflow, class F> DICP_INLINE auto float_to_float8(F x) {
   using I = bits_of<F>;
   constexpr int drop = 23 - mantissa;
   constexpr int base = (127 - bias + drop + 1) << 23;  // of a sum with it, the last bit is a subnormal's last
@@ -32,11 +36,13 @@ template <int mantissa, int bias, int limit, int overflow, class F> DICP_INLINE 
   const I subnormal = as_bits((F)(as_float<F>(size) + bitcast<float>(base))) - base;
   const I finite = where(lt(size, (128 - bias) << 23), subnormal, normal);
   const I rounded = where(gt(size, 0x7f800000), 0x7f, where(ge(size, limit), overflow, finite));
-  return rounded | ((u >> 24) & 0x80);
+  const I bits = rounded | ((u >> 24) & 0x80);
+  if constexpr (is_vec<F>) return isa::convert<uint8_t, int32_t, LANES>(bits);
+  else return (uint8_t)bits;
 }
-template <class F> DICP_INLINE bits_of<F> float_to_e4m3(F x) {
+template <class F> DICP_INLINE auto float_to_e4m3(F x) {
   return float_to_float8<3, 7, 0x43e80001, DICP_E4M3_OVERFLOW>(x);  // above 464, which rounds to 448
 }
-template <class F> DICP_INLINE bits_of<F> float_to_e5m2(F x) { return float_to_float8<2, 15, 0x47800000, 0x7c>(x); }
+template <class F> DICP_INLINE auto float_to_e5m2(F x) { return float_to_float8<2, 15, 0x47800000, 0x7c>(x); }
 
 }  // namespace dicp

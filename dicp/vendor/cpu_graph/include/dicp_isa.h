@@ -119,8 +119,10 @@ template <class To, class From, int n> DICP_INLINE reg<To, n> convert(reg<From, 
     return (Out)__builtin_ia32_pmovsxdq512_mask(v, v8ll{}, -1);
   if constexpr (same<From, int64_t> && same<To, int32_t>)
     return __builtin_ia32_pmovqd512_mask((v8ll)v, zero, -1);
-  if constexpr (same<From, int8_t>) return (Out)__builtin_ia32_pmovsxbd512_mask((v16c)v, reg<int>{}, -1);
-  if constexpr (same<From, uint8_t>) return (Out)__builtin_ia32_pmovzxbd512_mask((v16c)v, reg<int>{}, -1);
+  if constexpr (same<From, int8_t> && same<To, int16_t>) return (Out)__builtin_ia32_pmovsxbw256((v16c)v);
+  else if constexpr (same<From, uint8_t> && same<To, uint16_t>) return (Out)__builtin_ia32_pmovzxbw256((v16c)v);
+  else if constexpr (same<From, int8_t>) return (Out)__builtin_ia32_pmovsxbd512_mask((v16c)v, reg<int>{}, -1);
+  else if constexpr (same<From, uint8_t>) return (Out)__builtin_ia32_pmovzxbd512_mask((v16c)v, reg<int>{}, -1);
   if constexpr (same<From, int16_t>) return (Out)__builtin_ia32_pmovsxwd512_mask((v16s)v, reg<int>{}, -1);
   if constexpr (same<From, uint16_t>) return (Out)__builtin_ia32_pmovzxwd512_mask((v16s)v, reg<int>{}, -1);
   if constexpr (narrow_int && sizeof(To) == 1) return (Out)__builtin_ia32_pmovdb512_mask(v, v16c{}, -1);
@@ -135,8 +137,10 @@ template <class To, class From, int n> DICP_INLINE reg<To, n> convert(reg<From, 
   if constexpr (same<From, uint16_t>) return (reg<To, n>)__builtin_ia32_pmovzxwd256((reg<short, 8>)v);
   if constexpr (sizeof(From) == 1) {
     reg<char, 16> wide = (reg<char, 16>)reg<int64_t, 2>{bitcast<int64_t>(v), 0};
-    if constexpr (same<From, int8_t>) return (reg<To, n>)__builtin_ia32_pmovsxbd256(wide);
-    return (reg<To, n>)__builtin_ia32_pmovzxbd256(wide);
+    if constexpr (same<From, int8_t> && same<To, int16_t>) return (reg<To, n>)__builtin_ia32_pmovsxbw128(wide);
+    else if constexpr (same<To, uint16_t>) return (reg<To, n>)__builtin_ia32_pmovzxbw128(wide);
+    else if constexpr (same<From, int8_t>) return (reg<To, n>)__builtin_ia32_pmovsxbd256(wide);
+    else return (reg<To, n>)__builtin_ia32_pmovzxbd256(wide);
   }
   if constexpr (same<From, int32_t> && sizeof(To) == 1) {
     reg<char, 32> pick = {0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,

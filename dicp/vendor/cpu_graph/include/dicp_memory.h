@@ -66,8 +66,8 @@ template <class F> DICP_INLINE F round_bf16(F x) {
   return bf16_to_float((bits_of<F>)float_to_bf16(x));
 }
 template <class F> DICP_INLINE F round_half(F x) { return half_to_float(float_to_half(x)); }
-template <class F> DICP_INLINE F round_e4m3(F x) { return e4m3_to_float<F>(float_to_e4m3(x)); }
-template <class F> DICP_INLINE F round_e5m2(F x) { return e5m2_to_float<F>(float_to_e5m2(x)); }
+template <class F> DICP_INLINE F round_e4m3(F x) { return e4m3_to_float(float_to_e4m3(x)); }
+template <class F> DICP_INLINE F round_e5m2(F x) { return e5m2_to_float(float_to_e5m2(x)); }
 
 // decode, encode: storage (rows of a vector, or one element) to and from the type that computes
 template <class T> constexpr bool is_low = same<T, bf16> || same<T, half>;
@@ -77,8 +77,8 @@ template <class T> using raw = choose<is_low<T>, uint16_t, choose<is_float8<T> |
 template <class T> DICP_INLINE vec<T> decode(isa::rows<raw<T>> r) {
   if constexpr (same<T, half>) return half_to_float(r);
   else if constexpr (same<T, bf16>) return bf16_to_float(isa::convert<int32_t, uint16_t, LANES>(r));
-  else if constexpr (same<T, e4m3>) return e4m3_to_float<vf32>(isa::convert<int32_t, uint8_t, LANES>(r));
-  else if constexpr (same<T, e5m2>) return e5m2_to_float<vf32>(isa::convert<int32_t, uint8_t, LANES>(r));
+  else if constexpr (same<T, e4m3>) return e4m3_to_float(r);
+  else if constexpr (same<T, e5m2>) return e5m2_to_float(r);
   else if constexpr (same<T, bool>) return {isa::convert<int32_t, uint8_t, LANES>(r) != 0};
   else if constexpr (is_small_int<T>) return isa::convert<int32_t, T, LANES>(r);
   else return r;
@@ -87,8 +87,8 @@ template <class T, class V> DICP_INLINE isa::rows<raw<T>> encode(V v) {
   vec<T> x = cast<vec<T>>(v);
   if constexpr (same<T, half>) return float_to_half(x);
   else if constexpr (same<T, bf16>) return isa::convert<uint16_t, int32_t, LANES>(float_to_bf16(x));
-  else if constexpr (same<T, e4m3>) return isa::convert<uint8_t, int32_t, LANES>(float_to_e4m3(x));
-  else if constexpr (same<T, e5m2>) return isa::convert<uint8_t, int32_t, LANES>(float_to_e5m2(x));
+  else if constexpr (same<T, e4m3>) return float_to_e4m3(x);
+  else if constexpr (same<T, e5m2>) return float_to_e5m2(x);
   else if constexpr (same<T, bool>) return isa::convert<uint8_t, int32_t, LANES>(x.m & 1);
   else if constexpr (is_small_int<T>) return isa::convert<T, int32_t, LANES>(x);
   else return x;
@@ -96,16 +96,16 @@ template <class T, class V> DICP_INLINE isa::rows<raw<T>> encode(V v) {
 template <class T> DICP_INLINE scalar<vec<T>> decode_one(T x) {
   if constexpr (same<T, half>) return half_to_float(x.bits);
   else if constexpr (same<T, bf16>) return bf16_to_float((int32_t)x.bits);
-  else if constexpr (same<T, e4m3>) return e4m3_to_float<float>((int32_t)x.bits);
-  else if constexpr (same<T, e5m2>) return e5m2_to_float<float>((int32_t)x.bits);
+  else if constexpr (same<T, e4m3>) return e4m3_to_float(x.bits);
+  else if constexpr (same<T, e5m2>) return e5m2_to_float(x.bits);
   else return x;
 }
 template <class T, class S> DICP_INLINE T encode_one(S s) {
   auto x = (scalar<vec<T>>)s;
   if constexpr (same<T, half>) return {float_to_half(x)};
   else if constexpr (same<T, bf16>) return {(uint16_t)float_to_bf16(x)};
-  else if constexpr (same<T, e4m3>) return {(uint8_t)float_to_e4m3(x)};
-  else if constexpr (same<T, e5m2>) return {(uint8_t)float_to_e5m2(x)};
+  else if constexpr (same<T, e4m3>) return {float_to_e4m3(x)};
+  else if constexpr (same<T, e5m2>) return {float_to_e5m2(x)};
   else return (T)x;
 }
 
