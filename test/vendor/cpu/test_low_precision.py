@@ -126,6 +126,21 @@ def test_pairs_are_not_used_where_they_are_slow(
         assert torch.bfloat16 not in microkernels._available.__wrapped__()
 
 
+@pytest.mark.parametrize(
+    "maker, flags, slow",
+    [
+        ("intel", {"avx512_fp16", "amx_bf16"}, True),
+        ("intel", {"avx512_fp16", "amx_fp16"}, False),
+        ("amd", {"avx512_fp16"}, False),
+    ],
+)
+def test_nor_is_float16(maker: str, flags: set[str], slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "cpu_maker", lambda: maker)
+    monkeypatch.setattr(cpu, "cpu_flags", lambda: flags)
+    assert cpu.halves_are_slow() is slow
+    assert not (slow and common.multiplies.__wrapped__(torch.float16))
+
+
 def images(*shape: int) -> Tensor:
     """Channels-last, whose rows are positions as they lie."""
     return torch.randn(shape).bfloat16().to(memory_format=torch.channels_last)
