@@ -371,7 +371,7 @@ def _in_whole_steps(i: Index, n: Index) -> tuple[Index, Index]:
         if step > 1 and n % step == 0:
             j = ix.floordiv(i, step)
             if isinstance(j, int) or len(j.terms) < len(i.terms):
-                return j, n // step
+                return _in_whole_steps(j, n // step)
     return i, n
 
 

@@ -74,10 +74,10 @@ def unpacked(x, low, high):
 
 
 def test_rows_are_split_where_their_parts_meet() -> None:
-    kernel = compiled(unpacked, (1, 64), (24, 64), (8, 64)).launches[-1].kernel
+    kernel = compiled(unpacked, (1, 64), (24, 64), (16, 64)).launches[-1].kernel
     (axis,) = choose_shape(kernel, 16).outer
     found = split_rows(kernel, axis)
-    assert [(r.start, r.axis.size) for r in found] == [(0, 24), (24, 8)]
+    assert [(r.start, r.axis.size) for r in found] == [(0, 24), (24, 16)]
     assert not any(e.op in ("where", "masked") for r in found for s in r.kernel.body for e in expressions(s))
     text = emit(kernel, "sums", 16)
     assert text.count("for (int64_t i0 = 0; i0 < ") == 2 and "where(" not in text
@@ -87,7 +87,8 @@ def test_rows_are_split_where_their_parts_meet() -> None:
     ("fn", "shapes"),
     [
         (lambda x: x.tril().sum(1), [(64, 64)]),  # decided by the column, too
-        (lambda x, y: torch.cat([x] * 5 + [y]).sum(1), [(8, 64), (8, 64)]),  # too much text
+        (lambda x, y: torch.cat([x] * 5 + [y]).sum(1), [(16, 64), (16, 64)]),  # too much text
+        (lambda x, y: torch.cat([x, y]).sum(1), [(16, 64), (8, 64)]),  # too few rows of one part
     ],
 )
 def test_rows_that_are_not(fn, shapes) -> None:

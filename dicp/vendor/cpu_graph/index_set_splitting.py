@@ -25,6 +25,7 @@ from dicp.ir.ranges import change
 from dicp.vendor.cpu_graph.lane_strides import is_read, walk
 
 MOST, MOST_OF_ROWS = 64, 4  # ranges, each of which is text
+LEAST_ROWS = 16  # of a range, which threads share out
 TURNS = 3  # at which a position begins again; of more, axis_splitting.py makes axes
 UNROLLED = 8  # vectors, whose positions are constants then: gathered faster than stored under two masks
 STEP = 4  # what a vector takes besides its operations, in these
@@ -60,9 +61,10 @@ def split_rows(kernel: Kernel, axis: Axis) -> list[Range]:
     if axis.reduced or axis.serial or not isinstance(axis.size, int):
         return whole
     changes = sorted(set(_changes(kernel.body, axis.var, axis.size)))
-    if not 0 < len(changes) < MOST_OF_ROWS:
+    bounds = list(itertools.pairwise([0, *changes, axis.size]))
+    if not 0 < len(changes) < MOST_OF_ROWS or min(b - a for a, b in bounds) < LEAST_ROWS:
         return whole
-    found = [_part(kernel, axis, a, b) for a, b in itertools.pairwise([0, *changes, axis.size])]
+    found = [_part(kernel, axis, a, b) for a, b in bounds]
     least = min(sum(ex.cost(s.value) for s in r.kernel.body) for r in found)
     return found if least < sum(ex.cost(s.value) for s in kernel.body) else whole
 
