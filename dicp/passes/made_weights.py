@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from dicp.ops.table import has_rule, table
+from dicp.ops.table import table
 from dicp.passes.facts import is_tensor
 from dicp.passes.freeze import is_folded
 from dicp.passes.narrow_weights import stored, stored_by_groups
@@ -30,13 +30,14 @@ def is_made(weight: Node) -> bool:
             if x not in made and x.users.keys() <= made and is_tensor(x) and _by_elements(x):
                 made.add(x)
                 stack.append(x)
-    return any(row is not None and row.kind == "elementwise" for row in (table().get(n.target) for n in made))
+    rows = (table().get(n.target) for n in made)  # type: ignore[call-overload]
+    return any(row is not None and row.kind == "elementwise" for row in rows)
 
 
 def _by_elements(node: Node) -> bool:
     """Whether an element is made of known elements of the operands."""
     row = table().get(node.target)  # type: ignore[call-overload]
-    return row is not None and has_rule(node.target) and (row.moves or row.kind == "elementwise")
+    return row is not None and row.rule is not None and (row.moves or row.kind == "elementwise")
 
 
 __all__ = ["is_made"]

@@ -25,7 +25,7 @@ def _fresh() -> Iterator[None]:
     yield
 
 
-def halves(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def halves(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Two rows of four bits in each byte: one of the upper half of all groups, one of the lower half."""
     count = ROWS * DEPTH // GROUP
     w = torch.randint(0, 256, (count // 2, GROUP), dtype=torch.uint8)
@@ -39,7 +39,7 @@ def product_of_halves(x: torch.Tensor, w: torch.Tensor, zero: torch.Tensor, scal
     return x @ ((whole.to(x.dtype) - zero) * scale).reshape(ROWS, DEPTH).t()
 
 
-def words(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def words(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Eight numbers of four bits along the depth in each word of 32 bits."""
     w = torch.randint(-(2**31), 2**31, (DEPTH // 8, ROWS), dtype=torch.int32)
     zero = torch.randint(0, 16, (DEPTH // GROUP, 1, ROWS), dtype=torch.int32)
@@ -51,7 +51,7 @@ def product_of_words(x: torch.Tensor, w: torch.Tensor, zero: torch.Tensor, scale
     return x @ ((bits.reshape(-1, GROUP, ROWS) - zero) * scale).reshape(DEPTH, ROWS)
 
 
-def corrected(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def corrected(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     w, change = (torch.randn(ROWS, DEPTH).to(dtype) for _ in range(2))
     return w, change, torch.randn(ROWS).to(dtype)
 
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Any, Fn]] = {
 def test_one_row(case: str, dtype: torch.dtype, vendor: str) -> None:
     make, fn = CASES[case]
     x = torch.randn(1, DEPTH).to(dtype)
-    operands = make(x, dtype)
+    operands = make(dtype)
     backend, options = BACKENDS[vendor]
     seen: list[Compiled] = []
     with observe(seen.append):
@@ -87,8 +87,8 @@ def test_one_row(case: str, dtype: torch.dtype, vendor: str) -> None:
     assert mine <= 2 * theirs + torch.finfo(torch.float32).eps, f"{mine:.2e}, eager {theirs:.2e}"
 
 
-def test_one_row_as_eager_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_as_eager_rounds() -> None:
     x = torch.randn(1, DEPTH).to(torch.bfloat16)
-    operands = halves(x, x.dtype)
+    operands = halves(x.dtype)
     got = torch.compile(product_of_halves, backend="dicp_cpu", options={"numerics": "eager"})(x, *operands)
     assert torch.equal(got, product_of_halves(x, *operands))

@@ -13,8 +13,8 @@ DICP_INLINE float e4m3_to_float(uint8_t b) {
   const float number = half_to_float((uint16_t)(((b & 0x80) << 8) | ((b & 0x7f) << 7))) * 256;
   return (b & 0x7f) == 0x7f ? __builtin_nanf("") : number;
 }
-// as float16 with three zeros more in the exponent, 2^-8 times the number; of NaN, whose exponent is a number's there,
-// 480, which no number is
+// read as float16, whose exponent has a bit more, it is 2^-8 times the number; NaN's exponent is one of numbers there,
+// and gives 480, which no number is
 DICP_INLINE vf32 e4m3_to_float(isa::reg<uint8_t> b) {
   const isa::reg<int16_t> h = isa::convert<int16_t, int8_t, LANES>((isa::reg<int8_t>)b) << 7 & (int16_t)0xbf80;
   const vf32 number = half_to_float((isa::reg<uint16_t>)h) * 256.0f;
