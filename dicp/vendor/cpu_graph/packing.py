@@ -1,5 +1,5 @@
-"""Weights in the forms that calls compute with, made once: oneDNN's and MKL's own formats, opaque tensors
-which their calls take by handle.
+"""Weights in the forms that calls compute with, made once: oneDNN's own, opaque tensors which its calls take
+by handle, MKL's, and tiles'.
 
 A form is the text of a tuple, as `packs` gives it and programs keep it.
 """
@@ -20,6 +20,7 @@ from dicp.vendor.cpu_graph.claims.common import onednn_has
 from dicp.vendor.cpu_graph.claims.convolution import cuts_patches
 from dicp.vendor.cpu_graph.claims.gemm import panels
 from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl
+from dicp.vendor.cpu_graph.claims.packed_mkl import PackedWeight
 
 
 class Packed:
@@ -34,19 +35,6 @@ class Packed:
     def data_ptr(self) -> int:
         """The handle: the program passes on what it gets as an address."""
         return self._handle
-
-
-class PackedAndPlain(Packed):
-    """A weight as MKL computes with it, for so many rows, and as it was, for others: two handles."""
-
-    def __init__(self, tensor: torch.Tensor, weight: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self.plain = Packed(weight)
-        self.words = torch.tensor([self._handle, self.plain.data_ptr()])
-
-    def data_ptr(self) -> int:
-        """The address of the words."""
-        return self.words.data_ptr()
 
 
 class Window(Packed):
@@ -93,7 +81,7 @@ def _is_product(node: fx.Node) -> bool:
     return conv.pointwise and conv.dtype == torch.float32 and (added or matmul.result_is_large(node))
 
 
-def pack(weight: torch.Tensor, form: str) -> Packed | torch.Tensor:
+def pack(weight: torch.Tensor, form: str) -> Packed | PackedWeight | torch.Tensor:
     """The weight in that form: what has the `data_ptr` that programs are given."""
     kind, *how = ast.literal_eval(form)
     if kind == "panels":
@@ -101,8 +89,7 @@ def pack(weight: torch.Tensor, form: str) -> Packed | torch.Tensor:
     if kind == "linear":  # of rows: oneDNN takes no others
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), *how))
     if kind == matmul.MKL:
-        weight = weight.detach().contiguous()
-        return PackedAndPlain(torch.ops.mkl._mkl_reorder_linear_weight(weight, *how), weight)
+        return PackedWeight(weight.detach(), *how)
     return Window(torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how), weight.detach())
 
 

@@ -20,6 +20,7 @@ from dicp.passes.freeze import is_constant
 from dicp.runtime.cpu import cpu_flags, cpu_maker
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim, dense
+from dicp.vendor.cpu_graph.claims import packed_mkl
 from dicp.vendor.cpu_graph.claims.common import (
     ACTIVATIONS,
     FLOATS,
@@ -320,13 +321,12 @@ def _is_mkls(form: str | None) -> bool:
 def prefers_packed_mkl(node: fx.Node) -> bool:
     """Whether MKL serves a product of a constant weight best, which it then has in its own form: in float32
     on Intel (256 rows of 768 by 3072: 331 GF/s, 294 by oneDNN's packed weights, 265 unpacked). Its call has
-    nothing behind the sum but a bias. It allocates its result, as oneDNN's: a large one takes as long for its
-    new pages as packing as much of a weight (768 by 30522: 256 rows 38 ms for 49, 1024 rows 187 for 171)."""
+    nothing behind the sum but a bias."""
     plain = argument(node, 4, "act", "none") == "none" and argument(node, 3, "other", None) is None
-    if not plain or cpu_maker() != "intel" or not torch.backends.mkl.is_available():
+    if not plain or cpu_maker() != "intel" or not packed_mkl.available():
         return False
     x, w = _left(node), node.args[1].meta["val"]  # type: ignore[union-attr]
-    return x.dtype == torch.float32 and not (result_is_large(node) and _result_bytes(node) >= bytes_of(w))
+    return x.dtype == torch.float32 and known_true(w.numel() > 0)
 
 
 def prefers_panels(node: fx.Node) -> bool:
@@ -381,7 +381,7 @@ def linear(node: fx.Node, config: Config) -> list[Claim]:
     form = node.args[1].meta.get(PACKED)  # type: ignore[union-attr]
     if form is not None:
         if _is_mkls(form):
-            return [_packed_mkl(ast.literal_eval(form)[1])]
+            return [packed_mkl.packed_mkl(node)]
         return [gemm_packed(node) if form == PANELS else library]
     plain = act == "none" and argument(node, 3, "other", None) is None
     blas = Claim("linear: BLAS", _linear_by_blas, out=True, prepare=dense(0, 2)) if plain else None
@@ -411,18 +411,6 @@ def _kernel_follows(node: fx.Node) -> bool:
         return row is not None and row.kind == "elementwise"
 
     return bool(node.users) and all(map(reads, node.users))
-
-
-def _packed_mkl(rows: int) -> Claim:
-    """y = x w^T + bias of a weight packed for so many rows; of others, as it was before."""
-
-    def emit(w: Any, c: Call) -> None:
-        x, weight, *rest = c.args
-        forms = [f"(Handle){w.packed(weight)}[{k}]" for k in (0, 1)]
-        bias = w.optional(rest[0] if rest else None)
-        w.call(c, SHIM + "_mkl_linear", [w.tensor(x), *forms, bias, str(rows)])
-
-    return Claim("linear: MKL", emit, prepare=dense(0, 2))
 
 
 def _linear_by_blas(w: Any, c: Call) -> None:

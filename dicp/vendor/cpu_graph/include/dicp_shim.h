@@ -38,7 +38,6 @@ int32_t aoti_torch_cpu__linear_pointwise(Handle x, Handle w, Handle* bias, const
                                          int64_t n_scalars, const char** algorithm, Handle* out);
 int32_t aoti_torch_cpu__linear_pointwise_binary(Handle x, Handle other, Handle w, Handle* bias, const char* op,
                                                 Handle* out);
-int32_t aoti_torch_cpu__mkl_linear(Handle x, Handle packed, Handle w, Handle* bias, int64_t rows, Handle* out);
 int32_t aoti_torch_cpu_convolution(Handle x, Handle w, Handle* bias, const int64_t* stride, int64_t, const int64_t* pad,
                                    int64_t, const int64_t* dilation, int64_t, int32_t transposed, const int64_t* opad,
                                    int64_t, int64_t groups, Handle* out);
@@ -82,6 +81,12 @@ int32_t aoti_torch_cpu_sort_stable(Handle x, int32_t* stable, int64_t dim, int32
                                    Handle* indices);
 int32_t aoti_torch_cpu_topk(Handle x, int64_t k, int64_t dim, int32_t largest, int32_t sorted, Handle* values,
                             Handle* indices);
+// MKL's, with words of 64 bits, of which its interface of 32 bits reads half. a * b, of rows by default; b in its form
+void cblas_sgemm_compute(int64_t order, int64_t a_form, int64_t b_form, int64_t m, int64_t n, int64_t k, const float* a,
+                         int64_t a_row, const float* b, int64_t b_row, float beta, float* c, int64_t c_row);
+void sgemm_(const char* a_form, const char* b_form, const int64_t* m, const int64_t* n, const int64_t* k,
+            const float* alpha, const float* a, const int64_t* a_column, const float* b, const int64_t* b_column,
+            const float* beta, float* c, const int64_t* c_column);
 }
 
 namespace dicp {
@@ -223,6 +228,34 @@ inline void take_list(Word w, Tensor* const* into, size_t n, bool copy) {
     take(item, into[k], copy);
   }
   torch_delete_list((DicpList*)w);
+}
+
+// Words of claims/packed_mkl.py: a weight as MKL multiplies `rows` rows by it, and [columns, depth] as it was, of which
+// dim `along` is dense and the other's elements are `apart`.
+struct PackedByMkl {
+  const float *form, *weight;
+  int64_t rows, columns, depth, apart, along;
+};
+
+// y = x w^T + bias: rows of x are x_row apart, y is dense.
+inline int32_t linear_by_mkl(const float* x, int64_t rows, int64_t x_row, const int64_t* words, const float* bias,
+                             float* y) {
+  constexpr int64_t ROW_MAJOR = 101, AS_IT_IS = 111, PACKED = 151;
+  const PackedByMkl& w = *(const PackedByMkl*)words;
+  if (!rows) return 0;
+  if (bias) {
+#pragma omp parallel for if (rows * w.columns > 1 << 15)
+    for (int64_t i = 0; i < rows; ++i) memcpy(y + i * w.columns, bias, sizeof(float) * w.columns);
+  }
+  const float product = 1, before = bias ? 1 : 0;
+  if (rows == w.rows) {
+    cblas_sgemm_compute(ROW_MAJOR, AS_IT_IS, PACKED, rows, w.columns, w.depth, x, x_row, w.form, w.depth, before, y,
+                        w.columns);
+  } else {  // by columns, as which rows of y are those of y^T = w x^T
+    sgemm_(w.along ? "T" : "N", "N", &w.columns, &rows, &w.depth, &product, w.weight, &w.apart, x, &x_row, &before, y,
+           &w.columns);
+  }
+  return 0;
 }
 
 }  // namespace dicp
