@@ -279,6 +279,8 @@ def test_unary(lib: ctypes.CDLL, lanes: int, name: str, t: str) -> None:
         libm = form.endswith("_one") or lanes == 4
         limit = 2.6 if libm or name in ("sigmoid", "rsqrt", "erfc") else 1.4
         assert error[i] <= (limit if t == "float" else 4), (form, x[i], got[i], want[i])
+        zeros = (got == 0) & (want == 0)
+        assert (np.signbit(got) == np.signbit(want))[zeros].all(), form
 
 
 @pytest.mark.parametrize("name", TESTS)

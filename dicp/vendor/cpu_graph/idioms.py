@@ -4,7 +4,7 @@
     1 + tanh(x)                           one_plus_tanh(x)    20 for 45
     exp(x - m), m the maximum of a row    exp_normal(x - m)   16 for 25
 
-What is added to 1 needs no relative accuracy near 0, so no second branch there (include/dicp_math.h). GELU
+What is added to 1 needs no relative accuracy near 0, so no second branch there (dicp_elementary.h). GELU
 and its gradient are made of them. A part of a softmax that is no normal float is 0.
 """
 

@@ -1,5 +1,5 @@
 // Mathematics on scalars and vectors under one name. Scalars: libm. Vectors: SLEEF from libtorch_cpu, as in
-// eager, but exp, tanh and erf of vf32 are inline, being faster so; the portable build calls libm by lanes.
+// eager, but for the functions of vf32 in dicp_elementary.h; the portable build calls libm by lanes.
 #pragma once
 #include "dicp_vec.h"
 
@@ -62,12 +62,12 @@ DICP_LIB1(acosh, _u10)
 DICP_LIB2(fmod, )
 DICP_MATH1(exp2, _u10)
 DICP_MATH1(expm1, _u10)
-DICP_MATH1(log, _u10)
-DICP_MATH1(log2, _u10)
-DICP_MATH1(log10, _u10)
-DICP_MATH1(log1p, _u10)
-DICP_MATH1(sin, _u10)
-DICP_MATH1(cos, _u10)
+DICP_LIB1(log, _u10)
+DICP_LIB1(log2, _u10)
+DICP_LIB1(log10, _u10)
+DICP_LIB1(log1p, _u10)
+DICP_LIB1(sin, _u10)
+DICP_LIB1(cos, _u10)
 DICP_MATH1(tan, _u10)
 DICP_MATH1(asin, _u10)
 DICP_MATH1(acos, _u10)
@@ -168,110 +168,6 @@ template <class A, class B> DICP_INLINE auto fmax(A x, B y) {
 template <class A, class B> DICP_INLINE auto fmin(A x, B y) {
   using V = common<A, B>;
   return per_register([](auto a, auto b) { return b != b ? a : (a < b ? a : b); }, cast<V>(x), cast<V>(y));
-}
-
-// mad: a * b + c, fused where that is one instruction
-DICP_INLINE vf32 mad(vf32 a, vf32 b, vf32 c) {
-#if DICP_AVX512 || DICP_AVX2
-  return isa::fma_reg(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-// horner: c[0] + x c[1] + x^2 c[2] + ..
-DICP_INLINE vf32 horner(vf32, float c) { return splat<vf32>(c); }
-template <class... More> DICP_INLINE vf32 horner(vf32 x, float c, More... more) {
-  return mad(horner(x, more...), x, splat<vf32>(c));
-}
-// scale_pow2: p * 2^n, n = z - 1.5 * 2^23 (its bits are the last of z); in two steps where 2^n itself may not be a
-// normal float. Unless extreme, 0 from n = -127 down: Intel's processors take some 150 cycles for an operation with
-// floats below the normal ones.
-template <bool extreme> DICP_INLINE vf32 scale_pow2(vf32 p, vf32 z) {
-#if DICP_AVX512
-  const vf32 n = z - 0x1.8p23f, scaled = __builtin_ia32_scalefps512_mask(p, n, p, -1, 4);
-  if constexpr (extreme) return scaled;
-  else return n <= -127.0f ? splat<vf32>(0.0f) : scaled;
-#else
-  if constexpr (!extreme) return p * as_float<vf32>((as_bits(z) << 23) + (127 << 23));
-  const vi32 n = as_bits(z) - 0x4b400000, part = n >> 1;
-  return p * as_float<vf32>((part + 127) << 23) * as_float<vf32>((n - part + 127) << 23);
-#endif
-}
-// exp_near: x = n ln2 + r, e^x = 2^n P(r), P minimax on |r| <= ln2 / 2. Extreme: |x| <= 104. Else from -88 on,
-// where it is 0, up to 89, where it is inf: the results next to those are lost, too.
-template <bool extreme> DICP_INLINE vf32 exp_near(vf32 x) {
-  vf32 round_bias = splat<vf32>(0x1.8p23f);
-  vf32 z = mad(x, splat<vf32>(1.44269504f), round_bias), n = z - round_bias;
-  vf32 r = mad(n, splat<vf32>(-0.693359375f), x);
-  r = mad(n, splat<vf32>(2.12194440e-4f), r);
-  vf32 p = horner(r, 1.0f, 1.0f, 0.49999994f, 0.166665196f, 0.0416682363f, 0.00836882275f, 0.00138235372f);
-  return scale_pow2<extreme>(p, z);
-}
-// the largest errors over the floats: exp 0.86, tanh 0.95, erf 1.04 ulp (1.14, 1.1, 1.3 without fused mad)
-template <bool extreme> DICP_INLINE vf32 exp_between(float low, float high, vf32 x) {
-  vf32 least = splat<vf32>(low), most = splat<vf32>(high);
-  if constexpr (extreme || !DICP_AVX512) x = least > x ? least : x;  // keeps NaN
-  return exp_near<extreme>(most < x ? most : x);
-}
-DICP_INLINE vf32 exp_f32(vf32 x) { return exp_between<true>(-104.0f, 89.0f, x); }  // underflows, overflows
-// exp_normal: 0 where e^x is no normal float, inf from 88.4 on; for what is added to 1, or is a part of 1
-DICP_INLINE vf32 exp_normal(vf32 x) { return exp_between<false>(-88.0f, 89.0f, x); }
-// tanh: an odd polynomial near 0, else 1 - 2 / (e^2x + 1), which the subtraction keeps accurate
-DICP_INLINE vf32 tanh_f32(vf32 x) {
-  vf32 a = abs(x), s = x * x, most = splat<vf32>(10.0f);
-  vf32 p = horner(s, -0.333332956f, 0.133323476f, -0.0538799949f, 0.0214872174f, -0.0079469271f,
-                  0.0023019556f, -0.000358618476f);
-  vf32 b = most < a ? most : a;
-  vf32 far = 1.0f - 2.0f / (exp_near<false>(b + b) + 1.0f);
-  return copysign(a < 1.0f ? mad(s * x, p, x) : far, x);  // of -0, too
-}
-// erf: an odd polynomial near 0, else 1 - e^-q(|x|), q = -log erfc; erfc(4) is less than half an ulp of 1
-DICP_INLINE vf32 erf_f32(vf32 x) {
-  vf32 a = abs(x), s = x * x, most = splat<vf32>(4.0f);
-  vf32 p = horner(s, 0.128379166f, -0.37612626f, 0.112835832f, -0.0268536918f, 0.00518807396f,
-                  -0.00080078782f, 7.84610893e-05f);
-  vf32 b = most < a ? most : a;
-  vf32 q = horner(b, 0.00034151852f, 1.12708926f, 0.638144612f, 0.103107043f, -0.0218382496f, 0.00294771581f,
-                  -0.000186385892f);
-  return a < 1.0f ? mad(x, p, x) : copysign(1.0f - exp_near<false>(-q), x);
-}
-// 1 + erf: the quotient of two polynomials, 4e-7 off at the most, so that GELU is off by 2.2e-7 of x (docs/numerics.md).
-// 1 + tanh is 2 / (1 + e^-2x), a few ulp off, far below 0 too.
-DICP_INLINE vf32 one_plus_erf_f32(vf32 x) {
-  vf32 most = splat<vf32>(3.92f);  // erf there is 1 within half an ulp
-  vf32 b = most < x ? most : x;    // keeps NaN
-  b = -most > b ? -most : b;
-  vf32 s = b * b;
-  vf32 p = horner(s, 1.12837915f, 0.190406909f, 0.0527487876f, 0.00376563754f, 0.000284883467f, 2.05008753e-06f);
-  vf32 q = horner(s, 1.0f, 0.50207647f, 0.1141093f, 0.0149692576f, 0.00116254102f, 3.80917564e-05f);
-  return x < -most ? splat<vf32>(0.0f) : mad(b, p, q) / q;
-}
-DICP_INLINE vf32 one_plus_tanh_f32(vf32 x) { return 2.0f / (1.0f + exp_normal(-2.0f * x)); }
-template <class V> DICP_INLINE V exp(V x) {
-  if constexpr (same<V, vf32>) return exp_f32(x);
-  else return lib::exp(x);
-}
-template <class V> DICP_INLINE V tanh(V x) {
-  if constexpr (same<V, vf32>) return tanh_f32(x);
-  else return lib::tanh(x);
-}
-template <class V> DICP_INLINE V erf(V x) {
-  if constexpr (same<V, vf32>) return erf_f32(x);
-  else return lib::erf(x);
-}
-// of what is no vector of floats: the functions themselves
-template <class V> DICP_INLINE V exp_normal(V x) { return lib::exp(x); }
-template <class V> DICP_INLINE V one_plus_erf(V x) {
-  if constexpr (same<V, vf32>) return one_plus_erf_f32(x);
-  else return 1 + lib::erf(x);
-}
-template <class V> DICP_INLINE V one_plus_tanh(V x) {
-  if constexpr (same<V, vf32>) return one_plus_tanh_f32(x);
-  else return 1 + lib::tanh(x);
-}
-template <class V> DICP_INLINE V sigmoid(V x) {
-  if constexpr (same<V, vf32>) return 1.0f / (1.0f + exp_normal(-x));
-  else return 1 / (1 + exp(-x));
 }
 
 // digamma: reflection below 0, recurrence up to 10, then the asymptotic series
