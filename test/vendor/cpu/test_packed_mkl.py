@@ -126,6 +126,14 @@ def test_rows_that_are_apart_are_read_where_they_lie() -> None:
     assert not any(p.launches for p in programs)
 
 
+@pytest.mark.parametrize("apart", [0, 1, 300])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_that_overlap(apart: int, dynamic: bool) -> None:
+    for rows in (40, 50):
+        x = torch.randn(300 * 60).as_strided((rows, 300), (apart, 1))
+        assert run(nn.Linear(300, 200), x, dynamic=dynamic) == ["linear: MKL"]
+
+
 @pytest.mark.parametrize("strides", [(1, 300), (2, 700), (320, 1), (1, 320)])
 def test_however_a_weight_lies(strides: tuple[int, int]) -> None:
     memory = torch.randn(300 * 700)

@@ -12,7 +12,8 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import torch_library
-from dicp.schedule.defs import Call
+from dicp.ir import index as ix
+from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.operands import given, operands_of
 
@@ -66,6 +67,11 @@ def _pack(weight: torch.Tensor, rows: int, along: int, apart: int) -> torch.Tens
     return form
 
 
+def _is_rows(x: View) -> bool:
+    """Whether it is rows, one behind the other: MKL refuses those that overlap, as expanded ones do."""
+    return len(x.shape) == 2 and x.strides[1] == 1 and ix.nonnegative(x.strides[0] - x.shape[1])
+
+
 def packed_mkl(node: fx.Node) -> Claim:
     """y = x w^T + bias of a weight in a `PackedWeight`."""
     at = operands_of(node)
@@ -74,8 +80,7 @@ def packed_mkl(node: fx.Node) -> Claim:
     def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         args = list(args)
         x = lowering.operand(args[at.x])
-        rows = len(x.shape) == 2 and x.strides[-1] == 1
-        args[at.x] = x if rows else lowering.operand(args[at.x], dense=True)
+        args[at.x] = x if _is_rows(x) else lowering.operand(args[at.x], dense=True)
         if at.bias is not None and len(args) > at.bias and args[at.bias] is not None:
             args[at.bias] = lowering.operand(args[at.bias], dense=True)
         return args
