@@ -33,14 +33,15 @@ class PackedWeight:
     """[N, K] of float32 as MKL multiplies `rows` rows of x by it, and as it was, for other numbers of rows:
     struct PackedByMkl of include/dicp_shim.h, in words.
 
-    `weight` is kept; it is copied where neither of its dims is dense.
+    `weight` is kept; it is copied where it is neither rows nor columns, one behind the other.
     """
 
     def __init__(self, weight: torch.Tensor, rows: int) -> None:
         assert weight.numel(), "a product of no depth, or of no columns, is not packed"
-        along = next((d for d in (1, 0) if weight.stride(d) == 1), None)
+        nests = [d for d in (1, 0) if weight.stride(d) == 1 and weight.stride(1 - d) >= weight.shape[d]]
+        along = next(iter(nests), None)
         if along is None:
-            weight, along = weight.contiguous(), 1
+            weight, along = weight.clone(memory_format=torch.contiguous_format), 1
         (columns, depth), apart = weight.shape, weight.stride(1 - along)
         self.weight, self.form = weight, _pack(weight, rows, along, apart)
         addresses = self.form.data_ptr(), weight.data_ptr()

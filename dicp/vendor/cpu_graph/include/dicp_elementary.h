@@ -1,4 +1,4 @@
-// Functions of vf32 that are faster inline than in a library, by polynomials and rounding to a few parts in the last bit.
+// Functions of vf32 that are faster inline than in a library: polynomials, off by about a unit of the last place.
 #pragma once
 #include "dicp_math.h"
 
