@@ -14,7 +14,7 @@ import torch.fx as fx
 from dicp.compat import torch_library
 from dicp.ir import index as ix
 from dicp.schedule.defs import Call, View
-from dicp.vendor.base import Claim
+from dicp.vendor.base import Claim, dense
 from dicp.vendor.cpu_graph.claims.operands import given, operands_of
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, _RIGHT_OPERAND = 101, 111, 112, 162
@@ -39,9 +39,9 @@ class PackedWeight:
     def __init__(self, weight: torch.Tensor, rows: int) -> None:
         assert weight.numel(), "a product of no depth, or of no columns, is not packed"
         nests = [d for d in (1, 0) if weight.stride(d) == 1 and weight.stride(1 - d) >= weight.shape[d]]
-        along = next(iter(nests), None)
-        if along is None:
-            weight, along = weight.clone(memory_format=torch.contiguous_format), 1
+        if not nests:
+            weight = weight.clone(memory_format=torch.contiguous_format)
+        along = nests[0] if nests else 1
         (columns, depth), apart = weight.shape, weight.stride(1 - along)
         self.weight, self.form = weight, _pack(weight, rows, along, apart)
         addresses = self.form.data_ptr(), weight.data_ptr()
@@ -76,14 +76,13 @@ def _is_rows(x: View) -> bool:
 def packed_mkl(node: fx.Node) -> Claim:
     """y = x w^T + bias of a weight in a `PackedWeight`."""
     at = operands_of(node)
-    assert at is not None
+    assert at is not None and at.bias is not None
+    dense_bias = dense(at.bias)
 
     def prepare(lowering: Any, n: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
-        args = list(args)
+        args = list(dense_bias(lowering, n, args))
         x = lowering.operand(args[at.x])
         args[at.x] = x if _is_rows(x) else lowering.operand(args[at.x], dense=True)
-        if at.bias is not None and len(args) > at.bias and args[at.bias] is not None:
-            args[at.bias] = lowering.operand(args[at.bias], dense=True)
         return args
 
     def emit(w: Any, c: Call) -> None:
