@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from dicp.compat import FakeTensorMode, fake_mode_of, quick_fake, quiet_shapes, size_hint
+from dicp.compat import (
+    FakeTensorMode,
+    channels_last_fake,
+    fake_mode_of,
+    quick_fake,
+    quiet_shapes,
+    size_hint,
+)
 from dicp.ir.meta_keys import FREE_OUTPUTS, LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
 from dicp.ops.conv_call import conv_call, separable_call, the_conv_call
 from dicp.ops.library import register
+from dicp.ops.table import table
 from dicp.passes.conv_matmul import convolution_of, pays
 from dicp.passes.facts import aten, bytes_of, is_channels_last, is_pure, mutated_arguments, value_of
 from dicp.passes.freeze import constants_of
@@ -273,12 +281,43 @@ def _called(node: Node, values: dict[Node, Any]) -> Any:
     """The node's value for inputs whose strides are not those traced; None where it depends on them."""
     if _reads_strides(node):
         return None
+    if (carried := _carried_on(node, values)) is not None:
+        return carried
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
     try:
         quick = quick_fake(node.target, args, kwargs)
         return node.target(*args, **kwargs) if quick is None else quick  # type: ignore[operator]
     except (RuntimeError, ValueError):  # a view that would need a copy
         return None
+
+
+def _carried_on(node: Node, values: dict[Node, Any]) -> Any:
+    """The value of a convolution, group norm or elementwise call that gets images channels-last, which its
+    result then is: for these torch need not be asked, which took more than half of this pass. None for other
+    calls."""
+    traced = value_of(node)
+    images = [v for n in node.all_input_nodes if isinstance(v := values[n], torch.Tensor)]
+    if (call := conv_call(node)) is not None and not call.is_backward:
+        return channels_last_fake(traced) if _lie_channels_last([values[call.x]], [traced]) else None
+    if node.target is aten.native_group_norm.default:
+        x, y = images[0], traced[0]
+        laid_out = channels_last_fake(y) if _lie_channels_last([x], [y]) else None
+        return None if laid_out is None else (laid_out, *traced[1:])
+    row = table().get(node.target)
+    if row is None or row.kind != "elementwise" or "memory_format" in node.kwargs:
+        return None
+    if node.target is aten.masked_fill.Scalar:  # whose result is row-major whatever it gets
+        return None
+    same = isinstance(traced, torch.Tensor) and all(v.shape == traced.shape for v in images)
+    return channels_last_fake(traced) if same and _lie_channels_last(images, [traced]) else None
+
+
+def _lie_channels_last(values: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether all of these lie channels-last, and so that nobody takes them, or results of these sizes, for
+    contiguous: one channel, or one position, is both."""
+    images = all(v.dim() == 4 for v in (*values, *results))
+    several = images and all(v.shape[1] > 1 and v.shape[2] * v.shape[3] > 1 for v in (*values, *results))
+    return several and all(is_channels_last(v) for v in values)
 
 
 def _convert(

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
 from torch import Tensor
 
+from dicp.compat import size_hint
 from dicp.config import Config
 from dicp.runtime.workers import worker_count
 from dicp.vendor.base import Convolution
 from dicp.vendor.cpu_graph.build import Unit, build
-from dicp.vendor.cpu_graph.claims import attention, attention_gradient, depthwise, winograd
+from dicp.vendor.cpu_graph.claims import attention, attention_gradient, depthwise, gemv, matmul, winograd
 from dicp.vendor.cpu_graph.claims.common import FLOATS, argument, onednn_has
 from dicp.vendor.cpu_graph.expression import STORAGE
 
@@ -59,7 +62,9 @@ def _of(node: fx.Node) -> Iterator[Unit]:
         return
     if node.target is torch.conv2d:
         yield from _of_convolution(node)
-    elif node.target is torch.nn.functional.scaled_dot_product_attention:
+    elif node.target is F.linear:
+        yield from _of_linear(node)
+    elif node.target is F.scaled_dot_product_attention:
         yield from _of_attention(node)
 
 
@@ -101,14 +106,44 @@ def _of_convolution(node: fx.Node) -> Iterator[Unit]:
             yield _unit(*depthwise.gradient_unit("window", STORAGE[dtype]))
 
 
+def _of_linear(node: fx.Node) -> Iterator[Unit]:
+    """Of few rows and a weight that comes from memory, with the activation that alone reads the result."""
+    x, weight = (_value(argument(node, k, name, None)) for k, name in enumerate(("input", "weight")))
+    if not all(isinstance(v, Tensor) and v.dtype in FLOATS for v in (x, weight)) or weight.dim() != 2:
+        return
+    rows = math.prod(x.shape[:-1])
+    if not isinstance(rows, int) or not 0 < rows <= gemv.most_rows(weight.dtype, across=False):
+        return
+    nbytes = size_hint(weight.numel()) * weight.element_size()
+    if x.dtype == weight.dtype and weight.stride(1) == 1 and nbytes >= matmul.FEW_BYTES:
+        user = next(iter(node.users)) if len(node.users) == 1 else None
+        kinds = {"T": STORAGE[x.dtype], "W": STORAGE[weight.dtype], "S": STORAGE[torch.float32]}
+        yield _unit(*gemv.unit(rows, kinds, False, _activation(user)))
+
+
+def _activation(user: fx.Node | None) -> str:
+    """The word of dicp::linear for a call, "none" where it has none."""
+    if user is None or user.op != "call_function":
+        return "none"
+    if user.target is F.gelu:
+        return "gelu" if argument(user, 1, "approximate", "none") == "none" else "gelu_tanh"
+    return {F.silu: "silu", torch.sigmoid: "sigmoid", torch.tanh: "tanh"}.get(user.target, "none")
+
+
 def _of_attention(node: fx.Node) -> Iterator[Unit]:
     names = ("query", "key", "value", "attn_mask")
     q, k, v, mask = (_value(argument(node, at, name, None)) for at, name in enumerate(names))
     if not isinstance(q, Tensor) or q.dim() != 4 or argument(node, 4, "dropout_p", 0.0):
         return
-    if not isinstance(q.shape[2], int) or q.shape[2] < attention.FEW_ROWS or q.dtype not in FLOATS:
+    if not isinstance(q.shape[2], int) or q.dtype not in FLOATS:
         return
     added = mask.dtype if isinstance(mask, Tensor) and mask.is_floating_point() else q.dtype
+    if q.shape[2] <= attention.DECODED_ROWS and isinstance(k, Tensor):
+        if size_hint(k.numel(), attention.FEW_BYTES) * k.element_size() >= attention.FEW_BYTES:
+            yield _unit(*attention.rows_unit(q.dtype, added))
+        return
+    if q.shape[2] < attention.FEW_ROWS:
+        return
     unit = attention.tiles_unit(q.dtype, added)
     if unit is not None:
         yield _unit(*unit)

@@ -80,6 +80,39 @@ def test_what_begins_is_what_the_program_calls(
     assert guessed == expected
 
 
+class Step(nn.Module):
+    """One token that attends to those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.then, self.small = nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        q = F.gelu(self.first(x), approximate="tanh").view(1, 4, 1, 64)
+        return F.silu(self.small(self.then(F.scaled_dot_product_attention(q, k, k).view(1, 1, 256))))
+
+
+def test_a_step_of_decoding_is_guessed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Products of one row by weights that come from memory, with their activations, and attention of one row
+    to long keys."""
+    torch._dynamo.reset()  # sizes that other tests varied would be symbolic, and nothing guessed
+    ahead, begun = list[Unit](), set[str]()
+    begin = Build.begin
+
+    def noting(self: Build, units: Sequence[Unit]) -> None:
+        begun.update(u.name for u in units)
+        begin(self, units)
+
+    monkeypatch.setattr(speculative_build, "build", lambda units, config: ahead.extend(units))
+    monkeypatch.setattr(Build, "begin", noting)
+    model, x, k = Step(), torch.randn(1, 1, 256), torch.randn(1, 4, 1024, 64)
+    with torch.no_grad():
+        got = torch.compile(model, backend="dicp_cpu", options={"cache_dir": str(tmp_path)})(x, k)
+        torch.testing.assert_close(got, model(x, k), rtol=1e-4, atol=1e-4)
+    expected = {"gemv1_float_gelu_tanh", "gemv1_float_limited", "row_attention_float"}
+    assert {u.name for u in ahead} == expected == begun
+
+
 @pytest.mark.parametrize("what", ["stride", "padding", "padding of rows"])
 def test_what_cannot_be_guessed_is_compiled_later(what: str, tmp_path: Any) -> None:
     """A stride or a padding that is computed from a size."""

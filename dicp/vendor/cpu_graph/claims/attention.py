@@ -57,6 +57,7 @@ FEW_BYTES = 1 << 16
 """Bytes of keys under which what the template saves is not worth compiling its unit."""
 
 _TILES = ("dicp_attention.h", "flash_attention")
+_ROWS = ("dicp_attention_rows.h", "row_attention")
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _PARAMETERS = (
     "const {T}* q, const {T}* k, const {T}* v, const {M}* mask, {T}* out, float* log_sum, "
@@ -101,7 +102,7 @@ def _by_rows(node: fx.Node, mask: Any, causal: bool, scale: float | None) -> Cla
         return None
     if not addressed(node.args[:3], mask):
         return None
-    emit = _emit("dicp_attention_rows.h", "row_attention", causal, scale)
+    emit = _emit(*_ROWS, causal, scale)
     return Claim("attention: few rows", emit, out=True, prepare=_tile_rows)
 
 
@@ -183,6 +184,11 @@ def tiles_unit(dtype: torch.dtype, mask: torch.dtype) -> tuple[str, str, str] | 
     """The same of tiles for operands and a mask (or operands again) of these dtypes; None without them."""
     product = multiplied(dtype)
     return None if product is None else _unit(*_TILES, dtype, mask, product)
+
+
+def rows_unit(dtype: torch.dtype, mask: torch.dtype) -> tuple[str, str, str]:
+    """The same for few query rows."""
+    return _unit(*_ROWS, dtype, mask, None)
 
 
 def mask_strides(mask: View) -> list[Any]:

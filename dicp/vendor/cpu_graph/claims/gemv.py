@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,28 +106,37 @@ def _rows(node: fx.Node) -> Any:
 def _most_rows(node: fx.Node, at: Operands) -> int:
     """Rows up to which the template is ahead."""
     w = node.args[at.w].meta["val"]  # type: ignore[union-attr]
-    if w.dtype == torch.bfloat16 and size_hint(w.stride(-1 if at.transposed else -2)) != 1:
+    return most_rows(w.dtype, size_hint(w.stride(-1 if at.transposed else -2)) != 1)
+
+
+def most_rows(weight: torch.dtype, across: bool) -> int:
+    """The same for weights of a dtype. across: whether their columns are dense, not their depth."""
+    if weight == torch.bfloat16 and across:
         return FEW_ROWS_BF16_BY_COLUMNS
-    if w.dtype == torch.bfloat16 and "avx512_bf16" in cpu_flags():
-        return FEW_ROWS_BF16
-    return FEW_ROWS
+    return FEW_ROWS_BF16 if weight == torch.bfloat16 and "avx512_bf16" in cpu_flags() else FEW_ROWS
+
+
+def unit(rows: int, kinds: Mapping[str, str], across: bool, act: str) -> tuple[str, str, str]:
+    """Name, parameters and source of the template's function for so many rows (0: as many as it is told) and
+    the types of PARAMETERS. across: whether W's columns are dense."""
+    word, _ = activation_of(act)
+    name = f"gemv{rows}_{'_'.join(dict.fromkeys(kinds.values()))}_{word}{'_across' if across else ''}"
+    parameters = PARAMETERS.format(**kinds)
+    source = _SOURCE.format(
+        name=name, parameters=parameters, rows=rows, across=str(across).lower(), act=word.upper()
+    )
+    return name, parameters, source
 
 
 def _emit(writer: Any, call: Call, at: Operands) -> None:
     """The call; into memory that it allocates where another claim's call would."""
     g = given(call, at)
-    words, known = g.kinds(), g.rows if isinstance(g.rows, int) else 0
-    act, _ = activation_of(at.act)
-    name = f"gemv{known}_{'_'.join(dict.fromkeys(words.values()))}_{act}{'_across' if g.across else ''}"
-    parameters = PARAMETERS.format(**words)
-    source = _SOURCE.format(
-        name=name, parameters=parameters, rows=known, across=str(g.across).lower(), act=act.upper()
-    )
-    function = str(writer.template(name, parameters, source))
+    known = g.rows if isinstance(g.rows, int) else 0
+    function = str(writer.template(*unit(known, g.kinds(), g.across, at.act)))
     if call.claim is None or call.claim.out:
         writer.call(call, function, arguments(writer, g, at.act))
     else:
         writer.call_into(call, function, lambda result: arguments(writer, g, at.act, result))
 
 
-__all__ = ["FEW_ROWS", "gemv", "gemv_or", "seems_few"]
+__all__ = ["FEW_ROWS", "gemv", "gemv_or", "most_rows", "seems_few", "unit"]
