@@ -135,43 +135,6 @@ DICP_INLINE vf32 log1p_f32(vf32 x) {
   return where(eq(x, 0.0f), x, unless_extreme(sum, r));  // -0
 }
 
-// x = n pi/2 + r + low; pi/2 in three floats, of which the first is so short that its product by n is exact for |x| up
-// to 6,000. Without fused mad there is no `low`.
-#if DICP_AVX512 || DICP_AVX2
-struct Turn { vf32 r, low; vi32 n; };
-DICP_INLINE Turn turn_of(vf32 x) {
-  const vf32 z = mad(x, splat<vf32>(0x1.45f306p-1f), splat<vf32>(0x1.8p23f)), n = z - 0x1.8p23f;
-  constexpr float SHORT = 0x1.922p0f, NEXT = -0x1.2aeef4p-18f, LAST = -0x1.73dcb4p-43f;
-  const vf32 some = mad(n, splat<vf32>(-SHORT), x), more = n * NEXT, lost = mad(n, splat<vf32>(NEXT), -more);
-  const vf32 r = some - more, low = some - r - more - lost;
-  return {r, mad(n, splat<vf32>(-LAST), low), as_bits(z)};
-}
-// sin x = sin(r + low), or cos, and their negatives, by the quarter; of |x| above 6,000 the library's
-template <int quarter> DICP_INLINE vf32 circular(vf32 x) {
-  const Turn t = turn_of(x);
-  const vf32 s = t.r * t.r;
-  const vf32 sine = t.r + mad(s * t.r, horner(s, -0.16666655f, 0.008332178f, -0.00019517216f), t.low);
-  const vf32 half = mad(s, horner(s, 0.041666646f, -0.0013887367f, 2.443836e-05f), splat<vf32>(-0.5f));
-  const vf32 cosine = 1.0f + mad(s, half, -t.r * t.low);
-  const vi32 q = t.n + quarter;
-  const vf32 magnitude = where(ne(q & 1, 0), cosine, sine);
-  return as_float<vf32>((vi32)(as_bits(magnitude) ^ ((q & 2) << 30)));
-}
-template <class F> DICP_INLINE vf32 unless_far(vf32 x, vf32 r, F f) {
-  const auto far = lnot(lt(abs(x), 6000.0f));
-  return __builtin_expect(hany(far), 0) ? where(far, f(x), r) : r;
-}
-// The largest errors up to there: 1.2 ulp.
-DICP_INLINE vf32 sin_f32(vf32 x) {
-  const vf32 r = unless_far(x, circular<0>(x), [](vf32 a) { return lib::sin(a); });
-  return where(eq(x, 0.0f), x, r);  // -0
-}
-DICP_INLINE vf32 cos_f32(vf32 x) { return unless_far(x, circular<1>(x), [](vf32 a) { return lib::cos(a); }); }
-#else
-DICP_INLINE vf32 sin_f32(vf32 x) { return lib::sin(x); }
-DICP_INLINE vf32 cos_f32(vf32 x) { return lib::cos(x); }
-#endif
-
 #define DICP_ELEMENTARY(name)                                                                       \
   template <class V> DICP_INLINE V name(V x) {                                                       \
     if constexpr (same<V, vf32>) return name##_f32(x);                                               \
@@ -184,8 +147,6 @@ DICP_ELEMENTARY(log)
 DICP_ELEMENTARY(log2)
 DICP_ELEMENTARY(log10)
 DICP_ELEMENTARY(log1p)
-DICP_ELEMENTARY(sin)
-DICP_ELEMENTARY(cos)
 #undef DICP_ELEMENTARY
 // of what is no vector of floats: the functions themselves
 template <class V> DICP_INLINE V exp_normal(V x) { return lib::exp(x); }

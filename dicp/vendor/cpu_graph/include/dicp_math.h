@@ -1,5 +1,5 @@
 // Mathematics on scalars and vectors under one name. Scalars: libm. Vectors: SLEEF from libtorch_cpu, as in
-// eager, but for the functions of vf32 in dicp_elementary.h; the portable build calls libm by lanes.
+// eager, but for those of vf32 in dicp_elementary.h and dicp_circular.h; the portable build calls libm by lanes.
 #pragma once
 #include "dicp_vec.h"
 
@@ -68,10 +68,10 @@ DICP_LIB1(log10, _u10)
 DICP_LIB1(log1p, _u10)
 DICP_LIB1(sin, _u10)
 DICP_LIB1(cos, _u10)
-DICP_MATH1(tan, _u10)
-DICP_MATH1(asin, _u10)
-DICP_MATH1(acos, _u10)
-DICP_MATH1(atan, _u10)
+DICP_LIB1(tan, _u10)
+DICP_LIB1(asin, _u10)
+DICP_LIB1(acos, _u10)
+DICP_LIB1(atan, _u10)
 DICP_MATH1(atanh, _u10)
 DICP_MATH1(erfc, _u15)
 DICP_MATH1(lgamma, _u10)

@@ -331,4 +331,4 @@ template <class V> DICP_INLINE int64_t hargmin(V values, vi64 indices) {
 }  // namespace dicp
 
 #include "dicp_memory.h"
-#include "dicp_elementary.h"
+#include "dicp_circular.h"
