@@ -57,6 +57,36 @@ kernel mul(arg0_1: f32, buf1: f32*)
   buf1[576*i0 + 288*i1 + 9*i2_0 + 3*i2_1 + i2_2] = v1""")
 
 
+def weighed(x, columns, rows):
+    """Sums of matrices that lie as rows, weighed by column and by row: means of positions."""
+    w, h = columns.shape[0], rows.shape[0]
+    return (x * columns.repeat(h)).sum(1), (x * rows.repeat_interleave(w)).sum(1)
+
+
+def test_a_reduced_axis_is_split_too() -> None:
+    """Of few sums: along them x would be gathered."""
+    split = split_axes(last(weighed, (6, 35), (5,), (7,)), 4)
+    assert [(a.size, a.reduced) for a in split.axes] == [(6, False), (7, True), (5, True)]
+    text = emit(split, "f", 4)
+    assert "// rows:" in text and "load_strided" not in text and "gather" not in text
+
+
+def test_vectors_go_along_rows_whose_quotients_stay_within_them() -> None:
+    """Of whole vectors no axis need be split: a quotient is one number in each, a remainder contiguous."""
+    kernel = last(weighed, (6, 32), (8,), (4,))
+    assert split_axes(kernel, 4) is kernel
+    text = emit(kernel, "f", 4)
+    assert "// rows:" in text and "load_strided" not in text and "gather" not in text
+
+
+def test_what_knows_positions_along_a_reduced_axis_keeps_it() -> None:
+    def largest(x, rows):
+        return (x * rows.repeat_interleave(5)).argmax(1)
+
+    kernel = last(largest, (64, 35), (7,))
+    assert [a.size for a in split_axes(kernel, 4).axes] == [64, 35]
+
+
 def test_quotients_by_several() -> None:
     kernel = last(lambda x, y, z: x * 2 + y.repeat_interleave(6) + z.repeat_interleave(30), (210,), (35,), (7,))
     assert [a.size for a in split_axes(kernel, 16).axes] == [7, 5, 6]

@@ -15,27 +15,44 @@ from dataclasses import replace
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index, Var
-from dicp.ir.kernel import Axis, Kernel, accessed, rewrite_body
+from dicp.ir.kernel import Axis, Kernel, Reduce, Scan, Statement, accessed, rewrite_body
 from dicp.vendor.cpu_graph.lane_strides import Walk, is_read, walk
 from dicp.vendor.cpu_graph.loops import choose_shape
 
 
 def split_axes(kernel: Kernel, lanes: int) -> Kernel:
-    """The kernel, with the axis of its vectors in parts where an element takes fewer operations then."""
+    """The kernel, with the axis of its vectors, or one it reduces, in parts where an element takes fewer
+    operations then."""
     positions = [i for i in accessed(kernel.body) if not is_read(i)]
     if not any(isinstance(a, (ix.Div, ix.Mod)) for i in positions for a in ix.atoms(i)):
         return kernel
-    axis = choose_shape(kernel, lanes).vector
-    if axis is None or axis.reduced or axis.serial or not isinstance(axis.size, int):
+    along = choose_shape(kernel, lanes).vector
+    if along is None:
         return kernel
+    for axis in dict.fromkeys((along, *kernel.inner)):
+        split = _split(kernel, axis, positions, lanes)
+        if split is None:
+            continue
+        vectors = choose_shape(split, lanes).vector
+        if vectors is not None and _operations(split, vectors, lanes) < _operations(kernel, along, lanes):
+            return split
+    return kernel
+
+
+def _split(kernel: Kernel, axis: Axis, positions: list[Index], lanes: int) -> Kernel | None:
+    """The kernel with an axis in the parts that positions name; None where they name none."""
+    if axis.serial or not isinstance(axis.size, int):
+        return None
+    if axis.reduced and not all(map(_is_of_elements, kernel.body)):
+        return None
     divided = [i for i in positions if walk(i, axis.var, lanes) == Walk.DIVIDED]
     lengths = _lengths(divided, axis.var, axis.size)
-    if len(lengths) < 2:
-        return kernel
-    split = _with_axes(kernel, axis, lengths)
-    along = choose_shape(split, lanes).vector
-    fewer = along is not None and _operations(split, along, lanes) < _operations(kernel, axis, lanes)
-    return split if fewer else kernel
+    return _with_axes(kernel, axis, lengths) if len(lengths) > 1 else None
+
+
+def _is_of_elements(s: Statement) -> bool:
+    """Whether a statement knows elements alone, not where they lie along a reduced axis."""
+    return not isinstance(s, Scan) and not (isinstance(s, Reduce) and s.kind.startswith("arg"))
 
 
 def _operations(kernel: Kernel, axis: Axis, lanes: int) -> float:
@@ -78,7 +95,7 @@ def _unit(i: Index, var: Var) -> int | None:
 
 
 def _with_axes(kernel: Kernel, axis: Axis, lengths: list[int]) -> Kernel:
-    parts = [Axis(Var(f"{axis.var.name}_{k}", n)) for k, n in enumerate(lengths)]
+    parts = [Axis(Var(f"{axis.var.name}_{k}", n), axis.reduced) for k, n in enumerate(lengths)]
     whole = ix.linearize([ix.of(p.var) for p in parts], lengths)
     body = rewrite_body(kernel.body, lambda x: None, lambda i: ix.substitute(i, {axis.var: whole}))
     at = kernel.axes.index(axis)

@@ -20,6 +20,7 @@ from dicp.ir import index as ix
 from dicp.ir.index import Index
 from dicp.ir.kernel import Axis, Kernel, Scan, Store, accessed
 from dicp.vendor.cpu_graph.expression import index_text
+from dicp.vendor.cpu_graph.lane_strides import Walk, is_read, walk
 
 RUN = 8  # vectors that a thread's run of a scatter's columns has at least
 PARALLEL_WORK = 1 << 15  # element operations below which starting threads costs more than it brings
@@ -54,9 +55,11 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
         return min(1.0, a.size / lanes) if isinstance(a.size, int) else 1.0
 
     def walked(a: Axis) -> tuple[int, int]:
-        """Accesses in strides, and (as a negative) contiguous ones: the less the better."""
-        together = sum(ix.moves_by_one(i, a.var) for i in moving)
-        return sum(ix.depends(i, a.var) for i in moving) - together, -together
+        """Accesses whose elements a vector reaches one by one, and (as a negative) at once: the less the
+        better."""
+        along = [i for i in moving if ix.depends(i, a.var)]
+        together = sum(not is_read(i) and walk(i, a.var, lanes) == Walk.TOGETHER for i in along)
+        return len(along) - together, -together
 
     if not inner:
         best = max(outer, key=lambda a: (votes(a) * filled(a), outer.index(a)), default=None)
