@@ -58,8 +58,11 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
         """Accesses whose elements a vector reaches one by one, and (as a negative) at once: the less the
         better."""
         along = [i for i in moving if ix.depends(i, a.var)]
-        together = sum(not is_read(i) and walk(i, a.var, lanes) == Walk.TOGETHER for i in along)
+        together = sum(reached_at_once(i, a) for i in along)
         return len(along) - together, -together
+
+    def reached_at_once(i: Index, a: Axis) -> bool:
+        return ix.moves_by_one(i, a.var) if is_read(i) else walk(i, a.var, lanes) == Walk.TOGETHER
 
     if not inner:
         best = max(outer, key=lambda a: (votes(a) * filled(a), outer.index(a)), default=None)
