@@ -292,16 +292,18 @@ def _called(node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _carried_on(node: Node, values: dict[Node, Any]) -> Any:
-    """The value of a convolution, group norm or elementwise call that gets images channels-last, which its
-    result then is: for these torch need not be asked, which took more than half of this pass. None for other
-    calls."""
+    """The value of a convolution, group norm or elementwise call on the CPU that gets images channels-last,
+    which its result then is: for these torch need not be asked, which took more than half of this pass. None
+    for other calls."""
     traced = value_of(node)
     images = [v for n in node.all_input_nodes if isinstance(v := values[n], torch.Tensor)]
+    if not all(v.device.type == "cpu" for v in images):  # elsewhere norms and some convolutions differ
+        return None
     if (call := conv_call(node)) is not None and not call.is_backward:
         return channels_last_fake(traced) if _lie_channels_last([values[call.x]], [traced]) else None
     if node.target is aten.native_group_norm.default:
-        x, y = images[0], traced[0]
-        laid_out = channels_last_fake(y) if _lie_channels_last([x], [y]) else None
+        x, y, scaled = images[0], traced[0], node.args[1] is not None  # else the result is row-major
+        laid_out = channels_last_fake(y) if scaled and _lie_channels_last([x], [y]) else None
         return None if laid_out is None else (laid_out, *traced[1:])
     row = table().get(node.target)
     if row is None or row.kind != "elementwise" or "memory_format" in node.kwargs:

@@ -93,6 +93,22 @@ def test_elementwise_calls_carry_the_order_on(op: OpOverload) -> None:
     pytest.fail("called with no dtype")
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WINDOWS = [(1, 1, 1, False), (3, 1, 1, False), (3, 2, 2, False), (3, 1, 2, False), (3, 2, 1, True)]
+"""Size, stride, dilation, and whether the convolution is transposed."""
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_convolutions_of_every_kind(window: tuple[int, int, int, bool], groups: int, dtype: torch.dtype) -> None:
+    size, stride, dilation, transposed = window
+    x, w = torch.randn(2, 8, 9, 9).to(dtype), torch.randn(8, 8 // groups, size, size).to(dtype)
+    more = [[stride] * 2, [1, 1], [dilation] * 2, transposed, [0, 0], groups]
+    told, due = told_and_due(aten.convolution.default, [x, w, None, *more], {})
+    assert told is None or same_stride(told, due) and told.dtype == due.dtype
+
+
 SHAPES = [(2, 4, 3, 5), (1, 4, 3, 5), (2, 1, 3, 5), (2, 4, 1, 1), (2, 4, 1, 5), (1, 1, 1, 1)]
 
 
@@ -115,5 +131,7 @@ def test_convolutions_and_group_norms_carry_the_order_on(shape: tuple[int, ...])
     norm = [x, scale, scale, shape[0], shape[1], shape[2] * shape[3], 1, 1e-5]
     told, due = told_and_due(aten.native_group_norm.default, norm, {})
     assert (told is not None) == several
-    for a, b in zip(told or (), due):
-        assert same_stride(a, b) and a.dtype == b.dtype and a.shape == b.shape
+    unscaled = [x, None, None, *norm[3:]]
+    for told, due in ((told, due), told_and_due(aten.native_group_norm.default, unscaled, {})):
+        for a, b in zip(told or due, due):
+            assert same_stride(a, b) and a.dtype == b.dtype and a.shape == b.shape
