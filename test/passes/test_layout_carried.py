@@ -132,6 +132,6 @@ def test_convolutions_and_group_norms_carry_the_order_on(shape: tuple[int, ...])
     told, due = told_and_due(aten.native_group_norm.default, norm, {})
     assert (told is not None) == several
     unscaled = [x, None, None, *norm[3:]]
-    for told, due in ((told, due), told_and_due(aten.native_group_norm.default, unscaled, {})):
-        for a, b in zip(told or due, due):
+    for results, right in ((told, due), told_and_due(aten.native_group_norm.default, unscaled, {})):
+        for a, b in zip(results or right, right):
             assert same_stride(a, b) and a.dtype == b.dtype and a.shape == b.shape
