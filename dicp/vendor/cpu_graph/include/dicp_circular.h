@@ -85,7 +85,7 @@ DICP_INLINE vf32 acos_f32(vf32 x) {
   return where(arc.far, far, near - (more - (lost + HALF_PI_LOW)));
 }
 
-#define DICP_CIRCULAR(name)                                                                       \
+#define DICP_CIRCULAR(name)                                                                         \
   template <class V> DICP_INLINE V name(V x) {                                                       \
     if constexpr (same<V, vf32>) return name##_f32(x);                                               \
     else return lib::name(x);                                                                        \
