@@ -23,6 +23,7 @@ from typing import Any, Union
 import torch
 
 from dicp.ir import index as ix
+from dicp.ir.exact_positions import whole_part
 from dicp.ir.index import Index
 
 COMPUTE_DTYPES = (
@@ -222,6 +223,8 @@ def cast(x: Expr, dtype: torch.dtype) -> Expr:
         return const(_held(x) if dtype == torch.float64 else x.args[0], dtype)
     if x.op == "where" and dtype.is_floating_point and x.args[1].op == x.args[2].op == "const":
         return where(x.args[0], cast(x.args[1], dtype), cast(x.args[2], dtype))
+    if dtype == torch.int64 and (position := whole_part(x)) is not None:
+        return index_value(position)
     return Expr("cast", (x,), dtype)
 
 

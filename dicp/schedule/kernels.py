@@ -221,20 +221,36 @@ def _drop_dead(body: list[Statement]) -> list[Statement]:
 # -- axes --------------------------------------------------------------------------------------------------
 
 
-def _stride(i: Index, v: Var) -> int:
-    """How far apart in memory two neighbours along v are (symbolic factors count as 1024;
-    indirect as far)."""
+def _stride(i: Index, v: Var) -> float:
+    """How far apart in memory two neighbours along v are, on the average where quotients are read (symbolic
+    factors count as 1024; indirect as far)."""
     split = ix.coefficient(i, v)
     if split is None:
-        return 1 << 20
+        return 1 << 20 if any(isinstance(a, ix.Opaque) for a in ix.atoms(i)) else abs(_rate(i, v))
     return abs(split[0]) if isinstance(split[0], int) else abs(int(ix.evaluate(split[0], lambda a: 1024)))
+
+
+def _rate(i: Index, v: Var) -> float:
+    """By how much an index grows with v, but for the steps back of remainders."""
+
+    def of(a: ix.Atom) -> float:
+        if not isinstance(a, (ix.Div, ix.Mod)):
+            return float(a == v)
+        return _rate(a.num, v) / (_size(a.den) if isinstance(a, ix.Div) else 1)
+
+    terms = () if isinstance(i, int) else i.terms
+    return sum(c * of(a) * 1024 ** (len(mono) - 1) for mono, c in terms for a in mono)
+
+
+def _size(n: Index) -> int:
+    return n if isinstance(n, int) else 1024
 
 
 def _settle_axes(body: list[Statement], axes: list[Axis]) -> tuple[list[Statement], list[Axis]]:
     """Order axes by stride (outermost largest; reduced ones after the outer ones) and merge what is one."""
     accesses = accessed(body)
 
-    def far(a: Axis) -> tuple[int, int]:
+    def far(a: Axis) -> tuple[int, float]:
         strides = [_stride(i, a.var) for i in accesses]
         near = sum(1 for s in strides if s == 1)
         return (-near, max(strides, default=0)) if near else (0, max(strides, default=0))

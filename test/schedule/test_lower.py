@@ -324,12 +324,22 @@ def test_a_value_is_kept_along_the_dims_on_which_it_depends() -> None:
 
 def test_positions_that_many_read_are_a_table() -> None:
     def f(x):
-        at = (torch.arange(20) * 0.5).long()
+        at = (torch.arange(20) * 0.3).long()
         return x[:, at]
 
+    def exact(x):
+        return x[:, (torch.arange(20) * 0.5).long()]
+
+    assert kept(compiled(exact, (9, 10))) == []  # those are i // 2
     assert kept(compiled(f, (9, 10))) == [(20,)]
     assert kept(compiled(f, (2, 10))) == []  # as dear to look up as to make
     assert kept(compiled(f, (9, 10), vendor=Launching())) == []
+
+
+def test_images_that_are_enlarged_are_written_as_they_lie() -> None:
+    """By channel, row and column, whose parts i // 2 are read."""
+    p = compiled(lambda x: torch.nn.functional.interpolate(x, scale_factor=2.0, mode="nearest"), (1, 8, 5, 6))
+    assert [[a.size for a in launch.kernel.axes] for launch in p.launches] == [[8, 10, 12]]
 
 
 def test_what_is_scattered_into_lies_along_what_is_read() -> None:
