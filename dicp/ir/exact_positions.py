@@ -19,6 +19,8 @@ Fraction = tuple[Index, int]
 """A numerator, and a denominator that is a power of two."""
 
 _DIGITS = {torch.float32: 24, torch.float64: 53}
+_STEPS = 8
+"""How deep positions are, in operations: of what is shared, as repeated squares, each doubles the visits."""
 _LEAST = 1 << 64
 """The largest denominator; sums of smaller parts would have to be asked for their range of exponents."""
 
@@ -30,15 +32,15 @@ def whole_part(x: Expr) -> Index | None:
     return None if found is None or not ix.nonnegative(found[0]) else ix.floordiv(*found)
 
 
-def _fraction(x: Expr) -> Fraction | None:
-    if x.dtype not in _DIGITS:
+def _fraction(x: Expr, steps: int = _STEPS) -> Fraction | None:
+    if x.dtype not in _DIGITS or not steps:
         return None
     if x.op == "cast" and x.args[0].op == "index":
         found: Fraction | None = x.args[0].args[0], 1
     elif x.op == "const":
         found = x.args[0].as_integer_ratio() if abs(x.args[0]) < _LEAST else None
     elif x.op in ("add", "sub", "mul"):
-        found = _combined(x.op, _fraction(x.args[0]), _fraction(x.args[1]))
+        found = _combined(x.op, *(_fraction(a, steps - 1) for a in x.args))
     else:
         found = None
     return found if found is not None and _holds(x.dtype, found) else None

@@ -76,6 +76,13 @@ def test_others_stay_floats(what: str) -> None:
     assert ex.cast(y.e, torch.int64).op == "cast"
 
 
+def test_what_is_shared_is_not_followed_far() -> None:
+    x = Made(floats(Var("i", 2), torch.float64)) + 1.0
+    for _ in range(60):  # of which all ways to the position would be 2 ** 60
+        x = x * x
+    assert whole_part(x.e) is None
+
+
 def test_numbers_that_no_float_is_are_not_exact() -> None:
     i = Var("i", 4)
     assert whole_part((Made(floats(i, torch.float32)) + float((1 << 24) + 1)).e) is None

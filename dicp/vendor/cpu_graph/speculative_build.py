@@ -116,14 +116,15 @@ def _of_linear(node: fx.Node) -> Iterator[Unit]:
         return
     nbytes = size_hint(weight.numel()) * weight.element_size()
     if x.dtype == weight.dtype and weight.stride(1) == 1 and nbytes >= matmul.FEW_BYTES:
-        user = next(iter(node.users)) if len(node.users) == 1 else None
+        alone = len(node.users) == 1 and not _differentiated(x, weight)  # else what it reads is kept
+        act = _activation(next(iter(node.users))) if alone else "none"
         kinds = {"T": STORAGE[x.dtype], "W": STORAGE[weight.dtype], "S": STORAGE[torch.float32]}
-        yield _unit(*gemv.unit(rows, kinds, False, _activation(user)))
+        yield _unit(*gemv.unit(rows, kinds, False, act))
 
 
-def _activation(user: fx.Node | None) -> str:
+def _activation(user: fx.Node) -> str:
     """The word of dicp::linear for a call, "none" where it has none."""
-    if user is None or user.op != "call_function":
+    if user.op != "call_function":
         return "none"
     if user.target is F.gelu:
         return "gelu" if argument(user, 1, "approximate", "none") == "none" else "gelu_tanh"
