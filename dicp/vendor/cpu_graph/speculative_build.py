@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import operator
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,15 @@ from dicp.config import Config
 from dicp.runtime.workers import worker_count
 from dicp.vendor.base import Convolution
 from dicp.vendor.cpu_graph.build import Unit, build
-from dicp.vendor.cpu_graph.claims import attention, attention_gradient, depthwise, gemv, matmul, winograd
+from dicp.vendor.cpu_graph.claims import (
+    attention,
+    attention_gradient,
+    depthwise,
+    gemv,
+    linears,
+    matmul,
+    winograd,
+)
 from dicp.vendor.cpu_graph.claims.common import FLOATS, argument, onednn_has
 from dicp.vendor.cpu_graph.expression import STORAGE
 
@@ -107,7 +116,8 @@ def _of_convolution(node: fx.Node) -> Iterator[Unit]:
 
 
 def _of_linear(node: fx.Node) -> Iterator[Unit]:
-    """Of few rows and a weight that comes from memory, with the activation that alone reads the result."""
+    """Of few rows and weights that come from memory: those of one operand together, as rewrite_linears has
+    them, with the activation, or the gate, that alone reads a result."""
     x, weight = (_value(argument(node, k, name, None)) for k, name in enumerate(("input", "weight")))
     if not all(isinstance(v, Tensor) and v.dtype in FLOATS for v in (x, weight)) or weight.dim() != 2:
         return
@@ -115,16 +125,37 @@ def _of_linear(node: fx.Node) -> Iterator[Unit]:
     if not isinstance(rows, int) or not 0 < rows <= gemv.most_rows(weight.dtype, across=False):
         return
     nbytes = size_hint(weight.numel()) * weight.element_size()
-    if x.dtype == weight.dtype and weight.stride(1) == 1 and nbytes >= matmul.FEW_BYTES:
-        alone = len(node.users) == 1 and not _differentiated(x, weight)  # else what it reads is kept
-        act = _activation(next(iter(node.users))) if alone else "none"
-        kinds = {"T": STORAGE[x.dtype], "W": STORAGE[weight.dtype], "S": STORAGE[torch.float32]}
+    if x.dtype != weight.dtype or weight.stride(1) != 1 or nbytes < matmul.FEW_BYTES:
+        return
+    kinds = {"T": STORAGE[x.dtype], "W": STORAGE[weight.dtype], "S": STORAGE[torch.float32]}
+    differentiated = _differentiated(x, weight)  # what an activation reads is kept then
+    act = "none" if differentiated else _activation(node)
+    others = [n for n in node.args[0].users if n.target is F.linear]  # type: ignore[union-attr]
+    if act != "none" and any(_gates(node, n) for n in others):
+        yield _unit(*linears.unit(rows, 2, kinds, act, gated=True))
+        return
+    if any(_gates(n, node) for n in others) and not differentiated:
+        return
+    alike = [n for n in others if differentiated or _activation(n) == act]
+    if 1 < len(alike) <= linears.MOST:
+        yield _unit(*linears.unit(rows, len(alike), kinds, act, gated=False))
+    else:
         yield _unit(*gemv.unit(rows, kinds, False, act))
 
 
-def _activation(user: fx.Node) -> str:
-    """The word of dicp::linear for a call, "none" where it has none."""
-    if user.op != "call_function":
+def _gates(a: fx.Node, b: fx.Node) -> bool:
+    """Whether act(a) * b is all that reads both."""
+    user = next(iter(a.users), None)
+    if user is None or a is b or _activation(a) == "none" or len(user.users) != 1 or len(b.users) != 1:
+        return False
+    product = next(iter(user.users))
+    return product in b.users and product.target in (operator.mul, torch.mul)
+
+
+def _activation(node: fx.Node) -> str:
+    """The word of dicp::linear for the call that alone reads a node, "none" where there is none."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    if user is None or user.op != "call_function":
         return "none"
     if user.target is F.gelu:
         return "gelu" if argument(user, 1, "approximate", "none") == "none" else "gelu_tanh"

@@ -116,6 +116,41 @@ def test_a_step_of_decoding_is_guessed(
     assert {u.name for u in ahead} == {"gemv1_float_limited", "row_attention_float", *act} == begun
 
 
+class Gated(nn.Module):
+    """Layers of one operand side by side, and one that gates another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(256, 512), nn.Linear(256, 256), nn.Linear(256, 256)
+        self.gate, self.up = nn.Linear(256, 512, bias=False), nn.Linear(256, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.q(x)[:, :256] * self.k(x) * self.v(x)
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_layers_of_one_operand_are_guessed(
+    training: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    torch._dynamo.reset()  # as above
+    ahead, begun = list[Unit](), set[str]()
+    begin = Build.begin
+
+    def noting(self: Build, units: Sequence[Unit]) -> None:
+        begun.update(u.name for u in units)
+        begin(self, units)
+
+    monkeypatch.setattr(speculative_build, "build", lambda units, config: ahead.extend(units))
+    monkeypatch.setattr(Build, "begin", noting)
+    model, x = Gated(), torch.randn(1, 256)
+    with torch.set_grad_enabled(training):
+        got = torch.compile(model, backend="dicp_cpu", options={"cache_dir": str(tmp_path)})(x)
+        torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
+    last = "linears2_1_float_limited" if training else "gated_1_float_silu"
+    assert {u.name for u in ahead} == {"linears3_1_float_limited", last} == begun
+
+
 @pytest.mark.parametrize("what", ["stride", "padding", "padding of rows"])
 def test_what_cannot_be_guessed_is_compiled_later(what: str, tmp_path: Any) -> None:
     """A stride or a padding that is computed from a size."""

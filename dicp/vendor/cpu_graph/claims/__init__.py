@@ -21,6 +21,7 @@ from dicp.vendor.cpu_graph.claims import (
     embedding,
     group_scaled,
     grouped,
+    linears,
     matmul,
     others,
     rectified,
@@ -88,6 +89,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         return bool(matmul.scaled_linear(node, None))
     if target is torch.ops.dicp.group_scaled_linear.default:
         return group_scaled.group_scaled(node, None) is not None
+    if target is torch.ops.dicp.linears.default:
+        return linears.linears(node, None) is not None
     if target is torch.ops.dicp.conv.default:
         if node.args[8] in rectified.TOPS:
             return rectified.serves(node) or winograd.is_ahead(node) or depthwise.is_ahead(node)
@@ -135,6 +138,7 @@ def _table() -> dict[Any, Callable[..., list[Claim] | Claim | None]]:
         torch.ops.dicp.linear.default: matmul.linear,
         torch.ops.dicp.scaled_linear.default: matmul.scaled_linear,
         torch.ops.dicp.group_scaled_linear.default: group_scaled.group_scaled,
+        torch.ops.dicp.linears.default: linears.linears,
         torch.ops.dicp.conv.default: convolution.conv,
         torch.ops.dicp.separable.default: separable.separable,
         torch.ops.dicp.attention.default: attention.attention,

@@ -190,14 +190,14 @@ def _ordered(
     tiles, few = gemm(label, node), gemv(label, node)
     order = [tiles, *order] if prefers_tiles(node) else [*order, tiles]
     pairs = gemm_pairs(label, node)
-    order = [few, pairs, *order] if _from_memory(node) else [*order, few, pairs]
+    order = [few, pairs, *order] if _is_worth_a_unit(node) else [*order, few, pairs]
     return _for_rows_that_vary(label, node, [claim for claim in order if claim is not None])
 
 
 def _for_rows_that_vary(label: str, node: fx.Node, order: list[Claim]) -> list[Claim]:
-    """With the first claim as what serves many rows, where calls may also have few and weights come from
-    memory."""
-    both = gemv_or(label, node, order[0]) if order and _from_memory(node) else None
+    """With the first claim as what serves many rows, where calls may also have few, whose template is worth
+    it."""
+    both = gemv_or(label, node, order[0]) if order and _is_worth_a_unit(node) else None
     return order if both is None else [both, *order]
 
 
@@ -206,6 +206,13 @@ def _from_memory(node: fx.Node) -> bool:
     a template's unit is worth compiling."""
     vals = [a.meta["val"] for a in node.all_input_nodes]
     return any(size_hint(v.numel()) * v.element_size() >= FEW_BYTES for v in vals)
+
+
+def _is_worth_a_unit(node: fx.Node) -> bool:
+    """Whether the templates for few rows are worth compiling: weights come from memory, or it would be tiles,
+    which are compiled too and take longer (one row of bf16, 192 columns, depth 576: 40 us for 2; one-off
+    script)."""
+    return _from_memory(node) or prefers_tiles(node)
 
 
 def _blas_first(node: fx.Node) -> bool:

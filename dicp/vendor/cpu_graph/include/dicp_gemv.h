@@ -123,11 +123,14 @@ DICP_INLINE int64_t shares_of(const Product& g) {
 
 // W's rows are columns of y. A share of the columns is read as STREAMS streams far apart, each of them contiguous from
 // its first row of W to its last. sum(b, r0, count, columns, sums, across) adds to sums[j * across + r * UNIT] the
-// products of `count` rows from r0 of a batch with those columns.
+// products of `count` rows from r0 of a batch with those columns, and to those SET<rows> further on for each further
+// set; put(sums, n, b, row, column) makes n results of them.
 constexpr int64_t UNIT = 16;
-template <int rows, Activation act, class T, class S, class F>
-DICP_INLINE void column_streams(const Product& g, Epilogue<T, S> e, T* y, F sum) {
-  constexpr int64_t ROWS = rows ? rows : 16;
+template <int rows> constexpr int64_t ROWS_AT_ONCE = rows ? rows : 16;
+template <int rows> constexpr int64_t SET = STREAMS * ROWS_AT_ONCE<rows> * UNIT;
+template <int rows, int sets = 1, class Sum, class Put>
+DICP_INLINE void column_streams(const Product& g, Sum sum, Put put) {
+  constexpr int64_t ROWS = ROWS_AT_ONCE<rows>;
   const int64_t shares = shares_of(g), share = (g.columns + shares - 1) / shares;
 #pragma omp parallel for collapse(2) schedule(static) if (shares > 1 || worth_threads(g))
   for (int64_t b = 0; b < g.batch; ++b)
@@ -138,7 +141,7 @@ DICP_INLINE void column_streams(const Product& g, Epilogue<T, S> e, T* y, F sum)
         const int64_t count = g.rows - r0 < ROWS ? g.rows - r0 : ROWS;
         for (int64_t c = 0; c < length; c += UNIT) {
           const int64_t n = length - c < UNIT ? length - c : UNIT;
-          float sums[STREAMS * ROWS * UNIT] = {};
+          float sums[sets * SET<rows>] = {};
           for (int64_t i = 0; i < n; ++i) {
             int64_t columns[STREAMS];  // past the last column the last one again
             for (int64_t j = 0; j < STREAMS; ++j) {
@@ -150,28 +153,38 @@ DICP_INLINE void column_streams(const Product& g, Epilogue<T, S> e, T* y, F sum)
           for (int64_t j = 0; j < STREAMS; ++j) {
             const int64_t column = first + j * length + c, some = last - column < n ? last - column : n;
             for (int64_t r = 0; r < count && some > 0; ++r)
-              finish<act>(sums + (j * ROWS + r) * UNIT, some, g, e, b, r0 + r, column, y);
+              put(sums + (j * ROWS + r) * UNIT, some, b, r0 + r, column);
           }
         }
       }
     }
 }
 
+// sums[j * across + r * UNIT] += x[r] . w[j] of `count` rows
+template <int rows, class T, class W>
+DICP_INLINE void add_dots(const T* x, int64_t x_row, int64_t count, int64_t depth, const W* const* w, float* sums,
+                          int64_t across) {
+  for (int64_t k = 0; k < depth; k += DEPTH_BLOCK) {
+    const W* from[STREAMS];
+    for (int64_t j = 0; j < STREAMS; ++j) from[j] = w[j] + k;
+    const int64_t some = depth - k < DEPTH_BLOCK ? depth - k : DEPTH_BLOCK;
+    row_blocks<rows>(count, [&](int64_t r, auto size) {
+      dots<first_of(decltype(size)())>(x + r * x_row + k, x_row, from, some, sums + r * UNIT, UNIT, across);
+    });
+  }
+}
+
 template <int rows, Activation act, class T, class W, class S>
 DICP_INLINE void gemv_rows(const Product& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
   const auto sum = [&](int64_t b, int64_t r0, int64_t count, const int64_t* columns, float* sums,
                        int64_t across) INLINE {
-    const T* const xb = x + b * g.x[0] + r0 * g.x[1];
-    for (int64_t k = 0; k < g.depth; k += DEPTH_BLOCK) {
-      const W* from[STREAMS];
-      for (int64_t j = 0; j < STREAMS; ++j) from[j] = w + b * g.w[0] + columns[j] * g.w[2] + k;
-      const int64_t depth = g.depth - k < DEPTH_BLOCK ? g.depth - k : DEPTH_BLOCK;
-      row_blocks<rows>(count, [&](int64_t r, auto size) {
-        dots<first_of(decltype(size)())>(xb + r * g.x[1] + k, g.x[1], from, depth, sums + r * UNIT, UNIT, across);
-      });
-    }
+    const W* from[STREAMS];
+    for (int64_t j = 0; j < STREAMS; ++j) from[j] = w + b * g.w[0] + columns[j] * g.w[2];
+    add_dots<rows>(x + b * g.x[0] + r0 * g.x[1], g.x[1], count, g.depth, from, sums, across);
   };
-  column_streams<rows, act>(g, e, y, sum);
+  column_streams<rows>(g, sum, [&](const float* sums, int64_t n, int64_t b, int64_t row, int64_t column) INLINE {
+    finish<act>(sums, n, g, e, b, row, column, y);
+  });
 }
 
 // sums[j][r] += x[r] . (w[j] - zero[j]) * scale[j], each zero and scale for `size` elements, whole vectors; zero may
@@ -221,7 +234,10 @@ int32_t group_gemv(const T* x, const W* w, const S* scale, const Z* zero, T* y, 
                                              g.depth / groups, sums + r * UNIT, UNIT, across);
     });
   };
-  column_streams<rows, LIMITED>(g, Epilogue<T, float>(), y, sum);
+  const Epilogue<T, float> e;
+  column_streams<rows>(g, sum, [&](const float* sums, int64_t n, int64_t b, int64_t row, int64_t column) INLINE {
+    finish<LIMITED>(sums, n, g, e, b, row, column, y);
+  });
   return 0;
 }
 

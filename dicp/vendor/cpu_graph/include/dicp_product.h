@@ -46,23 +46,36 @@ template <class T, class S> struct Epilogue {
   }
 };
 
+// What the epilogue of a row reads, from one of its columns on.
+template <Activation act, class T, class S> struct RowEpilogue {
+  const S* scale;
+  const T *bias, *other;
+  bool scaled_by_column;
+  Limits limits;
+  RowEpilogue(const Product& g, const Epilogue<T, S>& e, int64_t batch, int64_t row, int64_t column)
+      : scale(e.scale ? e.scale + batch * g.scale[0] + column * g.scale[1] : nullptr),
+        bias(e.bias ? e.bias + column : nullptr),
+        other(e.other ? e.other + batch * g.other[0] + row * g.other[1] + column : nullptr),
+        scaled_by_column(g.scale[1]), limits(e.limits) {}
+  // results of sums at c
+  template <class L> DICP_INLINE vf32 of(const float* sums, int64_t c, L lanes) const {
+    vf32 v = load(sums + c, lanes);
+    if (scale && scaled_by_column) v = v * load(scale + c, lanes);
+    else if (scale) v = v * (float)decode_one(*scale);
+    if (bias) v = v + load(bias + c, lanes);
+    v = activate<act>(v, limits);
+    if (other) v = v + load(other + c, lanes);
+    return v;
+  }
+};
+
 // n columns, from `column`, of a row of sums to y
 template <Activation act, class T, class S>
 DICP_INLINE void finish(const float* sums, int64_t n, const Product& g, const Epilogue<T, S>& e, int64_t batch,
                         int64_t row, int64_t column, T* y) {
   y += batch * g.y[0] + row * g.y[1] + column;
-  const S* const scale = e.scale ? e.scale + batch * g.scale[0] + column * g.scale[1] : nullptr;
-  const T* const bias = e.bias ? e.bias + column : nullptr;
-  const T* const other = e.other ? e.other + batch * g.other[0] + row * g.other[1] + column : nullptr;
-  each_part(n, [&](int64_t c, auto lanes) INLINE {
-    vf32 v = load(sums + c, lanes);
-    if (scale && g.scale[1]) v = v * load(scale + c, lanes);
-    else if (scale) v = v * (float)decode_one(*scale);
-    if (bias) v = v + load(bias + c, lanes);
-    v = activate<act>(v, e.limits);
-    if (other) v = v + load(other + c, lanes);
-    store(y + c, v, lanes);
-  });
+  const RowEpilogue<act, T, S> results(g, e, batch, row, column);
+  each_part(n, [&](int64_t c, auto lanes) INLINE { store(y + c, results.of(sums, c, lanes), lanes); });
 }
 
 }  // namespace dicp
