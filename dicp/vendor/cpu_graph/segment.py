@@ -155,9 +155,16 @@ class SegmentWriter:
         """A handle on planned memory that the call writes."""
         return self.tensor(View(buffer, buffer.shape, buffer.strides))
 
-    def call(self, call: Call, function: str, arguments: Sequence[str], extra: Sequence[str] = ()) -> None:
+    def call(
+        self,
+        call: Call,
+        function: str,
+        arguments: Sequence[str],
+        extra: Sequence[str] = (),
+        of_user: bool = False,
+    ) -> None:
         """One library call. Results that the library allocates are appended to the arguments,
-        then `extra`."""
+        then `extra`. of_user: what it refuses are the user's operands, and the error is to be eager's."""
         results = (
             [b for b in call.outputs if b is not None and b.kind == "library"] if not call.claim.out else []
         )
@@ -173,7 +180,8 @@ class SegmentWriter:
             names.append(f"&{handle}.h")
         self.calls.append(call)
         number = len(self.calls)
-        self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) return {-number};")
+        failed = self._failed(call, number) if of_user else f"return {-number};"
+        self.lines.append(f"if ({function}({', '.join([*arguments, *names, *extra])})) {failed}")
         self._require(results, number)
 
     def is_over(self, call: Call) -> bool:

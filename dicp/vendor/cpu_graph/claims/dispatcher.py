@@ -205,4 +205,4 @@ def _shim_call(w: Any, call: Call) -> None:
     for a, v in zip(op._schema.arguments, full_args(op, call.args, call.kwargs), strict=True):
         scalar = a.type.kind() in ("NumberType", "FloatType")
         given.append(w.tensor(v) if isinstance(v, View) else _double(float(v)) if scalar else w.text(v))
-    w.call(call, SHIM + SHIM_CALLS[op], given)
+    w.call(call, SHIM + SHIM_CALLS[op], given, of_user=True)
