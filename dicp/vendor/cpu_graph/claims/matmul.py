@@ -210,7 +210,7 @@ def _from_memory(node: fx.Node) -> bool:
 
 def _is_worth_a_unit(node: fx.Node) -> bool:
     """Whether the templates for few rows are worth compiling: weights come from memory, or it would be tiles,
-    which are compiled too and take longer (one row of bf16, 192 columns, depth 576: 40 us for 2; one-off
+    which are compiled too and take longer (one row of bf16, 192 columns, depth 576: 40 us for 4; one-off
     script)."""
     return _from_memory(node) or prefers_tiles(node)
 
