@@ -122,7 +122,9 @@ def _of_linear(node: fx.Node) -> Iterator[Unit]:
     if not all(isinstance(v, Tensor) and v.dtype in FLOATS for v in (x, weight)) or weight.dim() != 2:
         return
     rows = math.prod(x.shape[:-1])
-    if not isinstance(rows, int) or not 0 < rows <= gemv.most_rows(weight.dtype, across=False):
+    if not isinstance(rows, int) or not rows:
+        return
+    if not gemv.are_few(rows, size_hint(x.shape[-1]), weight.dtype):
         return
     nbytes = size_hint(weight.numel()) * weight.element_size()
     if x.dtype != weight.dtype or weight.stride(1) != 1 or nbytes < matmul.FEW_BYTES:

@@ -17,7 +17,7 @@ from products import ACTIVATIONS
 from dicp.compiler import Compiled, observe
 from dicp.ops.library import NARROW_WEIGHTS
 from dicp.runtime.arena import Arena, Block
-from dicp.vendor.cpu_graph.claims import matmul
+from dicp.vendor.cpu_graph.claims import gemv, matmul
 from dicp.vendor.cpu_graph.claims.common import multiplies
 from dicp.vendor.cpu_graph.claims.gemm import gemm
 from dicp.vendor.cpu_graph.microkernels import available
@@ -32,6 +32,7 @@ def _preferred(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     """Tiles before any library, on whatever processor the test runs."""
     if "chosen" not in request.keywords:
         monkeypatch.setattr(matmul, "prefers_tiles", lambda node: gemm("product", node) is not None)
+        monkeypatch.setattr(gemv, "are_few", lambda rows, *_: rows <= gemv.FEW_ROWS)
     torch._dynamo.reset()
     torch.manual_seed(3)
     yield
@@ -364,8 +365,9 @@ def test_many_rows_are_onednns_where_mkl_is_slow(
     rows: int, claim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of weights by rows, up to a depth, and a result for which memory is not mapped anew."""
-    monkeypatch.setattr(matmul, "cpu_maker", lambda: "amd")
-    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    for module in (matmul, gemv):
+        monkeypatch.setattr(module, "cpu_maker", lambda: "amd")
+        monkeypatch.setattr(module, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
     x, w = torch.randn(rows, 600), torch.randn(300, 600)
     assert chosen(F.linear, x, w) == f"linear: {claim}"
     assert chosen(lambda x, w: F.relu(F.linear(x, w)), x, w) == "linear: tiles"  # whose ReLU keeps NaN
@@ -512,14 +514,20 @@ def test_rows_of_a_softmax_keep_their_dims() -> None:
 
 
 @pytest.mark.chosen
-@pytest.mark.parametrize("rows, claim", [(16, "BLAS"), (17, "tiles"), (128, "tiles"), (129, "BLAS")])
+@pytest.mark.parametrize("rows", [9, 24, 25, 32, 33, 64, 65, 96, 97, 128, 129])
 def test_few_rows_read_weights_as_they_lie_where_mkl_is_fast(
-    rows: int, claim: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "cpu_maker", lambda: "intel")
-    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    """Tiles where rows fill vectors, which they turn."""
+    for module in (matmul, gemv):
+        monkeypatch.setattr(module, "cpu_maker", lambda: "intel")
+        monkeypatch.setattr(module, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    claim = "tiles" if rows in (25, 32, 96, 128) else "few rows" if rows <= 64 else "BLAS"
     x, w = torch.randn(rows, 600), torch.randn(300, 600)
     assert chosen(F.linear, x, w).endswith(f": {claim}")
     assert chosen(torch.mm, x, w.t().contiguous()) == "mm: BLAS"  # which lies by columns
-    monkeypatch.setattr(matmul, "cpu_flags", lambda: {"avx2", "fma"})
+    deep = torch.randn(rows, 9000)
+    assert chosen(F.linear, deep, torch.randn(20, 9000)).endswith("few rows") == (rows <= 200_000 // 9000)
+    for module in (matmul, gemv):
+        monkeypatch.setattr(module, "cpu_flags", lambda: {"avx2", "fma"})
     assert chosen(F.linear, x, w).endswith(": BLAS")

@@ -15,7 +15,7 @@ from products import ACTIVATIONS, Fn
 from dicp.compiler import Compiled, observe
 from dicp.config import Config
 from dicp.ops.library import NARROW_WEIGHTS
-from dicp.vendor.cpu_graph.claims import candidates, matmul
+from dicp.vendor.cpu_graph.claims import candidates, gemv, matmul
 from dicp.vendor.cpu_graph.claims.common import multiplies
 from dicp.vendor.cpu_graph.toolchain import cpu_flags
 
@@ -45,6 +45,15 @@ def test_more_rows_of_bf16() -> None:
     torch._dynamo.reset()
     library = "BLAS" if multiplies(torch.bfloat16) else "tiles"
     check(lambda x, w: x[:5] @ w.view(301, 517), x, w, claim=library)
+
+
+@pytest.mark.parametrize("rows", [9, 23, 37, 64])
+def test_more_rows_on_intel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of five and less, sums of all of them at once."""
+    monkeypatch.setattr(gemv, "cpu_maker", lambda: "intel")
+    monkeypatch.setattr(gemv, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    x, w, b = torch.randn(rows, 301), torch.randn(517, 301), torch.randn(517)
+    check(lambda x, w, b: F.gelu(F.linear(x, w, b)), x, w, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,7 +133,9 @@ def test_rows_that_vary(form: str, dtype: torch.dtype, monkeypatch: pytest.Monke
     """Each number of rows gives the bits of a compile for it alone: few by the template, many by the library; but
     for SiLU and a bias, where the library of many has none, or is slow with it: then a kernel computes them for
     all, and adds the bias to a sum that is rounded."""
-    monkeypatch.setattr(matmul, "TURNED_ROWS_OF_INTEL", 0)  # tiles serve some numbers of rows, if alone
+    monkeypatch.setattr(matmul, "_reads_as_stored", lambda node: False)  # tiles serve some rows, if alone
+    monkeypatch.setattr(gemv, "FEW_ROWS_OF_INTEL", 0)  # and so does the template
+    monkeypatch.setattr(gemv, "FEW_ROWS_OF_SLOW_PAIRS", 0)
     w = torch.randn(1032, 301, dtype=dtype) / 4
     varying = torch.compile(VARYING[form], backend="dicp_cpu", dynamic=True)
     seen: list[Compiled] = []
@@ -151,7 +162,7 @@ def test_nan_and_infinity_spread_as_in_eager() -> None:
 
 
 def test_what_stays_with_a_library() -> None:
-    small, many = torch.randn(2, 16), torch.randn(9, 300)
+    small, many = torch.randn(2, 16), torch.randn(70, 300)
     for x, options in ((small, {}), (many, {}), (many[:2].clone(), {"numerics": "eager"})):
         w = torch.randn(512, x.shape[1])
         torch._dynamo.reset()

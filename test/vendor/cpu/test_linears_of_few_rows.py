@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dicp.compiler import Compiled, observe
 from dicp.ops.library import NARROW_WEIGHTS
+from dicp.vendor.cpu_graph.claims import gemv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COLUMNS = (517, 306, 1200)  # none a multiple of a unit or of a thread's share
@@ -54,12 +55,14 @@ def gate(x: Tensor, v: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Results:
     return (F.silu(F.linear(x, v, a)) * F.linear(x, w, b),)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 def test_side_by_side(rows: int, dtype: torch.dtype) -> None:
     check(side_by_side, *operands(rows, dtype), calls=["linears: few rows"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_gated(rows: int, dtype: torch.dtype) -> None:
@@ -137,7 +140,8 @@ def test_what_nobody_reads_is_not_written() -> None:
 
 
 @pytest.mark.parametrize("rows", [9, 40])
-def test_more_rows_are_calls_of_their_own(rows: int) -> None:
+def test_more_rows_are_calls_of_their_own(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemv, "FEW_ROWS_OF_INTEL", 0)
     seen: list[Compiled] = []
     with observe(seen.append):
         torch.compile(side_by_side, backend="dicp_cpu")(*operands(rows, torch.float32))

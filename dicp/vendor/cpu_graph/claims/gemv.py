@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 
 from dicp.compat import known_equal, known_true, size_hint
-from dicp.runtime.cpu import cpu_flags
+from dicp.passes.freeze import is_constant
+from dicp.runtime.cpu import cpu_flags, cpu_maker, pairs_are_slow
 from dicp.schedule.defs import Call
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import activation_of
@@ -33,6 +34,20 @@ FEW_ROWS_BF16 = 16
 """The same of bf16 where the processor multiplies its pairs and W's depth is dense: each takes less time."""
 FEW_ROWS_BF16_BY_COLUMNS = 4
 """The same of bf16 where W's columns are dense: pairs along the depth have to be interleaved."""
+FEW_ROWS_OF_SLOW_PAIRS = 22
+"""The same of bf16 on Intel, where pairs are half as fast as float32, in which tiles multiply: 17 rows 92 to
+113 GF/s for 148 to 151, 24 rows 131 to 158 for 147 (two cores of the 5th generation, weights of 3072 x 1024,
+1024 x 1024 and 1024 x 3072; one-off script)."""
+FEW_ROWS_OF_INTEL, FEW_FLOATS_OF_INTEL = 64, 200_000
+"""The same of float32 on Intel with AVX-512, where W's depth is dense, and floats of x, which stay in the
+second-level cache: MKL packs a weight first. 9 rows 52 to 102 GF/s for 116 to 144, 24 rows 126 to 132 for 176
+to 206, 48 rows 174 to 185 for 193 to 235, 64 rows 190 to 208 for 207 to 244 (as above)."""
+PACKED_ROWS = 16
+"""Rows from which on MKL is ahead there, for a constant weight, which it has packed (1024 x 1024: 16 rows 201
+GF/s for 172, but 110 for 167 with 3072 x 1024; 48 rows 265 for 215 and 214 for 208)."""
+TWO_VECTORS = range(25, 33)
+"""Of these, rows that fill two vectors: tiles, which turn x, are ahead (32 rows 178 to 210 GF/s for 190 to
+237)."""
 
 _SOURCE = """\
 #include "dicp_gemv.h"
@@ -86,8 +101,11 @@ def seems_few(node: fx.Node) -> bool:
 
 def _few(node: fx.Node, at: Operands) -> bool:
     """Whether a product has few rows (of a batch), whatever the sizes that vary."""
-    rows = _rows(node)
-    return isinstance(rows, int) and rows <= _most_rows(node, at)
+    rows, x, w = _rows(node), *(node.args[k].meta["val"] for k in (at.x, at.w))  # type: ignore[union-attr]
+    if is_batched(node) or not isinstance(rows, int):
+        return isinstance(rows, int) and rows <= _most_rows(node, at)
+    constant = is_constant(node.args[at.w])
+    return are_few(rows, size_hint(x.shape[-1]), w.dtype, _is_across(node, at), constant)
 
 
 def _may_be_few(node: fx.Node, at: Operands) -> bool:
@@ -104,13 +122,31 @@ def _rows(node: fx.Node) -> Any:
 
 
 def _most_rows(node: fx.Node, at: Operands) -> int:
-    """Rows up to which the template is ahead."""
+    """Rows up to which the template is ahead, known or not."""
+    return _most_rows_of(node.args[at.w].meta["val"].dtype, _is_across(node, at))  # type: ignore[union-attr]
+
+
+def _is_across(node: fx.Node, at: Operands) -> bool:
+    """Whether a weight's columns are dense, not its depth."""
     w = node.args[at.w].meta["val"]  # type: ignore[union-attr]
-    return most_rows(w.dtype, size_hint(w.stride(-1 if at.transposed else -2)) != 1)
+    return bool(size_hint(w.stride(-1 if at.transposed else -2)) != 1)
 
 
-def most_rows(weight: torch.dtype, across: bool) -> int:
-    """The same for weights of a dtype. across: whether their columns are dense, not their depth."""
+def are_few(rows: int, depth: int, weight: torch.dtype, across: bool = False, constant: bool = False) -> bool:
+    """Whether the template is ahead with so many rows of x, which are known, and weights of a dtype. across:
+    whether their columns are dense, not their depth. constant: whether libraries have them packed."""
+    if rows <= _most_rows_of(weight, across) or across:
+        return rows <= _most_rows_of(weight, across)
+    if weight == torch.bfloat16:
+        return pairs_are_slow() and "avx512_bf16" in cpu_flags() and rows <= FEW_ROWS_OF_SLOW_PAIRS
+    if weight != torch.float32 or cpu_maker() != "intel" or "avx512f" not in cpu_flags():
+        return False
+    if constant and rows >= PACKED_ROWS:
+        return False
+    return rows <= FEW_ROWS_OF_INTEL and rows * depth <= FEW_FLOATS_OF_INTEL and rows not in TWO_VECTORS
+
+
+def _most_rows_of(weight: torch.dtype, across: bool) -> int:
     if weight == torch.bfloat16 and across:
         return FEW_ROWS_BF16_BY_COLUMNS
     return FEW_ROWS_BF16 if weight == torch.bfloat16 and "avx512_bf16" in cpu_flags() else FEW_ROWS
@@ -139,4 +175,4 @@ def _emit(writer: Any, call: Call, at: Operands) -> None:
         writer.call_into(call, function, lambda result: arguments(writer, g, at.act, result))
 
 
-__all__ = ["FEW_ROWS", "gemv", "gemv_or", "most_rows", "seems_few", "unit"]
+__all__ = ["FEW_ROWS", "TWO_VECTORS", "are_few", "gemv", "gemv_or", "seems_few", "unit"]

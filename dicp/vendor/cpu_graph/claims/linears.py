@@ -13,10 +13,11 @@ from torch.fx.node import map_arg
 
 from dicp.config import Config
 from dicp.ops.library import NARROW_WEIGHTS
+from dicp.passes.freeze import is_constant
 from dicp.schedule.defs import Call, View
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import FLOATS, activation_of
-from dicp.vendor.cpu_graph.claims.gemv import most_rows
+from dicp.vendor.cpu_graph.claims.gemv import are_few
 from dicp.vendor.cpu_graph.claims.matmul import FEW_BYTES
 from dicp.vendor.cpu_graph.claims.operands import product_words
 from dicp.vendor.cpu_graph.expression import STORAGE
@@ -49,7 +50,8 @@ def linears(node: fx.Node, config: Config | None) -> Claim | None:
     alike = all(w.dtype == kind and w.stride(1) == 1 for w in ws) and len(set(scaled)) < 2
     if not alike or kind not in (x.dtype, *NARROW_WEIGHTS) or not STORAGE.keys() >= set(scaled):
         return None
-    if any(b.dtype != x.dtype for b in bs) or math.prod(x.shape[:-1]) > most_rows(kind, across=False):
+    rows, constant = math.prod(x.shape[:-1]), any(map(is_constant, node.args[3]))  # type: ignore[arg-type]
+    if any(b.dtype != x.dtype for b in bs) or not are_few(rows, x.shape[-1], kind, constant=constant):
         return None
     if sum(w.numel() * w.element_size() for w in ws) < FEW_BYTES:
         return None

@@ -33,9 +33,10 @@ from dicp.vendor.cpu_graph.claims.common import (
     multiplies,
     onednn_has,
     transposed,
+    whole_lines,
 )
 from dicp.vendor.cpu_graph.claims.gemm import gemm, gemm_packed, gemm_pairs
-from dicp.vendor.cpu_graph.claims.gemv import gemv, gemv_or, seems_few
+from dicp.vendor.cpu_graph.claims.gemv import TWO_VECTORS, gemv, gemv_or, seems_few
 from dicp.vendor.cpu_graph.claims.operands import as_traced, is_batched, operands_of
 from dicp.vendor.cpu_graph.microkernels import available
 
@@ -81,15 +82,19 @@ def prefers_tiles(node: fx.Node) -> bool:
 
 def _reads_as_stored(node: fx.Node) -> bool:
     """Whether x has so few rows that MKL, which packs a weight first, is behind tiles, which read one along
-    the depth as it is stored: 32 rows 130 GF/s for 175, 128 rows 215 for 230, 256 rows level (two Intel cores
-    of the 5th generation, scripts/products.py). Constant weights MKL has packed beforehand."""
+    the depth as it is stored: 32 rows 140 to 180 GF/s for 190 to 237, 128 rows 234 to 268 for 247 to 261, 256
+    rows level (two Intel cores of the 5th generation, scripts/products.py and a one-off script). A vector of
+    rows that is not full costs as much (65 rows 194 to 218 for 158 to 188), and up to 80 rows the template
+    for few, or MKL, is not behind. Constant weights MKL has packed beforehand."""
     at, rows = operands_of(node), math.prod(_left(node).shape[:-1])
     if at is None or is_batched(node) or "avx512f" not in cpu_flags():
         return False
     w = node.args[at.w]
     along_depth = known_equal(w.meta["val"].stride(-1 if at.transposed else -2), 1)  # type: ignore[union-attr]
-    few = isinstance(rows, int) and FEW_ROWS < rows <= TURNED_ROWS_OF_INTEL
-    return few and along_depth and not is_constant(w)
+    if not isinstance(rows, int) or not along_depth or is_constant(w):
+        return False
+    full = 15 * whole_lines(rows) <= 16 * rows
+    return FEW_ROWS < rows <= max(TWO_VECTORS) or 80 < rows <= TURNED_ROWS_OF_INTEL and full
 
 
 TURNED_ROWS = 64
@@ -309,7 +314,7 @@ def packs(node: fx.Node) -> str | None:
         return PANELS
     x = _left(node)
     rows = math.prod(size_hint(n) for n in x.shape[:-1])
-    if x.dtype == torch.float32 and rows < FEW_ROWS or reads_weights(node):
+    if rows < FEW_ROWS if x.dtype == torch.float32 else reads_weights(node):
         return None
     if prefers_packed_mkl(node):
         return repr((MKL, rows))

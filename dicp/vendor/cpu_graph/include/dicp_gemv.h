@@ -8,7 +8,7 @@ namespace dicp {
 // Rows of x worked on at a time, columns whose weights are read side by side, and elements of depth after which
 // sums are put away: accumulators stay in registers, four streams keep the memory busier than one, and the rounding
 // error grows with a part of the depth.
-constexpr int64_t ROW_BLOCK = 4, STREAMS = 4, DEPTH_BLOCK = 2048;
+constexpr int64_t ROW_BLOCK = LANES < 16 ? 4 : 5, STREAMS = 4, DEPTH_BLOCK = 2048;
 
 // Bytes ahead at which weights are asked for: loads on the way are too few for the memory where weights are converted,
 // or meet several rows. Two Intel cores of the 5th generation, GB/s of 31 without and with it: bf16 28 and 32, int8 24
@@ -29,6 +29,16 @@ DICP_INLINE vf32 add_pairs(vf32 acc, Pairs a, Pairs b) {
   return acc;
 }
 #endif
+
+// sums[j][r] += the lanes of acc[r][j]
+template <int rows>
+DICP_INLINE void add_sums(const vf32 (&acc)[rows][STREAMS], float* sums, int64_t sums_row, int64_t sums_stream) {
+  static_assert(STREAMS == 4);
+  for (int r = 0; r < rows; ++r) {
+    const auto all = hsums(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+    for (int j = 0; j < STREAMS; ++j) sums[j * sums_stream + r * sums_row] += all[j];
+  }
+}
 
 // sums[j][r] += x[r] . w[j] over n elements
 template <int rows, class T, class W>
@@ -65,8 +75,7 @@ DICP_INLINE void dots(const T* x, int64_t x_row, const W* const* w, int64_t n, f
   }
   for (; k + LANES <= n; k += LANES) step(k, Full());
   if (k < n) step(k, Lanes{(int)(n - k)});
-  for (int r = 0; r < rows; ++r)
-    for (int j = 0; j < STREAMS; ++j) sums[j * sums_stream + r * sums_row] += hsum(acc[r][j]);
+  add_sums(acc, sums, sums_row, sums_stream);
 }
 
 // sums[r][c] += x[r][0 .. 4) . w[0 .. 4)[c] over n columns; `count` <= 4 of the ks are there, fewer one by one. The
@@ -212,8 +221,7 @@ DICP_INLINE void group_dots(const T* x, int64_t x_row, const W* const* w, const 
       times<rows>([&](int r) INLINE { total[r][j] = fma(by, acc[r][j], total[r][j]); });
     });
   }
-  for (int r = 0; r < rows; ++r)
-    for (int j = 0; j < STREAMS; ++j) sums[j * sums_stream + r * sums_row] += hsum(total[r][j]);
+  add_sums(total, sums, sums_row, sums_stream);
 }
 
 // y = x ((w - zero) * scale)^T of dense rows; scale and zero: [columns, groups]

@@ -292,6 +292,17 @@ template <class V, class F> DICP_INLINE scalar<V> fold(V v, F f) {
   else return fold_reg<scalar<V>, LANES>(v, f);
 }
 template <class V> DICP_INLINE scalar<V> hsum(V v) { return fold(v, [](auto a, auto b) { return a + b; }); }
+// four of them at once, in a third of the instructions
+template <int n = LANES> DICP_INLINE isa::reg<float, 4> added_halves(isa::reg<float, n> v) {
+  if constexpr (n > 4) return added_halves<n / 2>(isa::low<float, n>(v) + isa::high<float, n>(v));
+  else return v;
+}
+template <int apart> DICP_INLINE vf32 added_pairs(vf32 a, vf32 b) {
+  return isa::swapped<apart, false>(a, b, isa::seq<>()) + isa::swapped<apart, true>(a, b, isa::seq<>());
+}
+DICP_INLINE isa::reg<float, 4> hsums(vf32 a, vf32 b, vf32 c, vf32 d) {
+  return added_halves(added_pairs<2>(added_pairs<1>(a, b), added_pairs<1>(c, d)));
+}
 template <class V> DICP_INLINE scalar<V> hprod(V v) { return fold(v, [](auto a, auto b) { return a * b; }); }
 template <class V> DICP_INLINE scalar<V> hmax(V v) { return fold(v, PickMax()); }
 template <class V> DICP_INLINE scalar<V> hmin(V v) { return fold(v, PickMin()); }
