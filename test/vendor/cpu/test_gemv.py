@@ -54,6 +54,8 @@ def test_more_rows_on_intel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemv, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
     x, w, b = torch.randn(rows, 301), torch.randn(517, 301), torch.randn(517)
     check(lambda x, w, b: F.gelu(F.linear(x, w, b)), x, w, b)
+    torch._dynamo.reset()
+    check(lambda x, w, b: torch.addmm(b, x, w), x, w.t().contiguous(), b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -39,15 +39,16 @@ FEW_ROWS_OF_SLOW_PAIRS = 22
 113 GF/s for 148 to 151, 24 rows 131 to 158 for 147 (two cores of the 5th generation, weights of 3072 x 1024,
 1024 x 1024 and 1024 x 3072; one-off script)."""
 FEW_ROWS_OF_INTEL, FEW_FLOATS_OF_INTEL = 64, 200_000
-"""The same of float32 on Intel with AVX-512, where W's depth is dense, and floats of x, which stay in the
-second-level cache: MKL packs a weight first. 9 rows 52 to 102 GF/s for 116 to 144, 24 rows 126 to 132 for 176
-to 206, 48 rows 174 to 185 for 193 to 235, 64 rows 190 to 208 for 207 to 244 (as above)."""
+"""The same of float32 on Intel with AVX-512, and floats of x, which stay in the second-level cache: MKL packs
+a weight first. 9 rows 52 to 102 GF/s for 116 to 144, 24 rows 126 to 132 for 176 to 206, 64 rows 190 to 208 for
+207 to 244; where W's columns are dense, 9 rows 86 to 96 for 90 to 139, 24 rows 149 to 177 for 153 to 203, 64 rows
+206 to 238 for 216 to 269 (as above)."""
 PACKED_ROWS = 16
 """Rows from which on MKL is ahead there, for a constant weight, which it has packed (1024 x 1024: 16 rows 201
 GF/s for 172, but 110 for 167 with 3072 x 1024; 48 rows 265 for 215 and 214 for 208)."""
 TWO_VECTORS = range(25, 33)
-"""Of these, rows that fill two vectors: tiles, which turn x, are ahead (32 rows 178 to 210 GF/s for 190 to
-237)."""
+"""Of these, where W's depth is dense, rows that fill two vectors: tiles, which turn x, are ahead (32 rows 178 to
+210 GF/s for 190 to 237)."""
 
 _SOURCE = """\
 #include "dicp_gemv.h"
@@ -135,15 +136,17 @@ def _is_across(node: fx.Node, at: Operands) -> bool:
 def are_few(rows: int, depth: int, weight: torch.dtype, across: bool = False, constant: bool = False) -> bool:
     """Whether the template is ahead with so many rows of x, which are known, and weights of a dtype. across:
     whether their columns are dense, not their depth. constant: whether libraries have them packed."""
-    if rows <= _most_rows_of(weight, across) or across:
-        return rows <= _most_rows_of(weight, across)
+    if rows <= _most_rows_of(weight, across):
+        return True
     if weight == torch.bfloat16:
-        return pairs_are_slow() and "avx512_bf16" in cpu_flags() and rows <= FEW_ROWS_OF_SLOW_PAIRS
+        there = pairs_are_slow() and "avx512_bf16" in cpu_flags()
+        return there and not across and rows <= FEW_ROWS_OF_SLOW_PAIRS
     if weight != torch.float32 or cpu_maker() != "intel" or "avx512f" not in cpu_flags():
         return False
     if constant and rows >= PACKED_ROWS:
         return False
-    return rows <= FEW_ROWS_OF_INTEL and rows * depth <= FEW_FLOATS_OF_INTEL and rows not in TWO_VECTORS
+    by_tiles = not across and rows in TWO_VECTORS
+    return rows <= FEW_ROWS_OF_INTEL and rows * depth <= FEW_FLOATS_OF_INTEL and not by_tiles
 
 
 def _most_rows_of(weight: torch.dtype, across: bool) -> int:

@@ -278,13 +278,83 @@ DICP_INLINE void gemv_columns(const Product& g, const T* x, const W* w, Epilogue
     }
 }
 
+// Of more rows than MOST_ROWS_OF_COLUMNS with a weight whose columns are dense: vectors of columns at a time, depth that
+// stays in the first-level cache meanwhile, and rows of W ahead that are asked for.
+constexpr int64_t MOST_ROWS_OF_COLUMNS = 8, STRIP_DEPTH = 128, ROWS_AHEAD = 16;
+constexpr int VECTORS = 4, STRIP = VECTORS * LANES;
+
+// sums[r][c] += x[r][0 .. depth) . w[0 .. depth)[c] over `vectors` vectors of columns. brings: w is read from memory, and
+// kept as float32 in rows of a strip.
+template <int rows, int vectors, bool brings, class T, class W, class L>
+DICP_INLINE void outer_products(const T* x, int64_t x_row, const W* w, int64_t step, int64_t depth, float* kept,
+                                float* sums, int64_t sums_row, L lanes) {
+  vf32 acc[rows][vectors] = {};
+  for (int64_t k = 0; k < depth; ++k, kept += STRIP) {
+    vf32 b[vectors];
+    times<vectors>([&](int v) INLINE {
+      if constexpr (brings) {
+        __builtin_prefetch(w + (k + ROWS_AHEAD) * step + v * LANES);
+        b[v] = cast<vf32>(load(w + k * step + v * LANES, lanes));
+        store(kept + v * LANES, b[v], Full());
+      } else {
+        b[v] = load(kept + v * LANES, Full());
+      }
+    });
+    times<rows>([&](int r) INLINE {
+      const vf32 a = splat<vf32>((float)decode_one(x[r * x_row + k]));
+      times<vectors>([&](int v) INLINE { acc[r][v] = fma(a, b[v], acc[r][v]); });
+    });
+  }
+  times<rows>([&](int r) INLINE {
+    times<vectors>([&](int v) INLINE {
+      float* const to = sums + r * sums_row + v * LANES;
+      store(to, load(to, lanes) + acc[r][v], lanes);
+    });
+  });
+}
+
+// The same as gemv_columns with so many rows that sums had better stay in registers: a strip of columns of a part of the
+// depth is read from memory for the first rows, and from the caches for the others.
+template <int rows, Activation act, class T, class W, class S>
+DICP_INLINE void gemv_strips(const Product& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
+  const int64_t strips = (g.columns + STRIP - 1) / STRIP;
+#pragma omp parallel for collapse(2) schedule(static) if (worth_threads(g))
+  for (int64_t b = 0; b < g.batch; ++b)
+    for (int64_t s = 0; s < strips; ++s) {
+      const int64_t first = s * STRIP, n = g.columns - first < STRIP ? g.columns - first : STRIP;
+      float sums[rows * STRIP] = {}, kept[STRIP_DEPTH * STRIP];
+      for (int64_t k = 0; k < g.depth; k += STRIP_DEPTH) {
+        const int64_t depth = g.depth - k < STRIP_DEPTH ? g.depth - k : STRIP_DEPTH;
+        const T* const left = x + b * g.x[0] + k;
+        const W* const right = w + b * g.w[0] + k * g.w[1] + first;
+        row_blocks<rows>(g.rows, [&](int64_t r, auto size) {
+          constexpr int some = first_of(decltype(size)());
+          const T* const of = left + r * g.x[1];
+          float* const to = sums + r * STRIP;
+          const auto multiply = [&](auto brings) {
+            constexpr bool first = decltype(brings)::value;
+            if (n == STRIP)
+              return outer_products<some, VECTORS, first>(of, g.x[1], right, g.w[1], depth, kept, to, STRIP, Full());
+            each_part(n, [&](int64_t c, auto lanes) INLINE {
+              outer_products<some, 1, first>(of, g.x[1], right + c, g.w[1], depth, kept + c, to + c, STRIP, lanes);
+            });
+          };
+          if (r == 0) multiply(isa::Bool<true>());
+          else multiply(isa::Bool<false>());
+        });
+      }
+      for (int64_t r = 0; r < g.rows; ++r) finish<act>(sums + r * STRIP, n, g, e, b, r, first, y);
+    }
+}
+
 // rows: their number where it is known, else 0; across: W's columns are y's. scale, bias and other may be null.
 template <int rows, bool across, Activation act, class T, class W, class S>
 int32_t gemv(const T* x, const W* w, const S* scale, const T* bias, const T* other, T* y, const int64_t* sizes,
              Limits limits) {
   const Product& g = *(const Product*)sizes;
   const Epilogue<T, S> e{scale, bias, other, limits};
-  if constexpr (across) gemv_columns<rows, act>(g, x, w, e, y);
+  if constexpr (across && rows > MOST_ROWS_OF_COLUMNS) gemv_strips<rows, act>(g, x, w, e, y);
+  else if constexpr (across) gemv_columns<rows, act>(g, x, w, e, y);
   else gemv_rows<rows, act>(g, x, w, e, y);
   return 0;
 }

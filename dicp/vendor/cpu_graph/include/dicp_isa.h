@@ -47,6 +47,7 @@ template <class T, int n> struct Reg { typedef T type __attribute__((vector_size
 template <class T, int n = LANES> using reg = typename Reg<T, n>::type;
 template <class T> using half_reg = reg<T, LANES / 2>;
 
+template <bool b> struct Bool { static constexpr bool value = b; };
 template <int... i> struct Seq {};
 template <int n, int... i> struct MakeSeq : MakeSeq<n - 1, n - 1, i...> {};
 template <int... i> struct MakeSeq<0, i...> { using type = Seq<i...>; };
