@@ -36,19 +36,19 @@ FEW_ROWS_BF16_BY_COLUMNS = 4
 """The same of bf16 where W's columns are dense: pairs along the depth have to be interleaved."""
 FEW_ROWS_OF_SLOW_PAIRS = 22
 """The same of bf16 on Intel, where pairs are half as fast as float32, in which tiles multiply: 17 rows 92 to
-113 GF/s for 148 to 151, 24 rows 131 to 158 for 147 (two cores of the 5th generation, weights of 3072 x 1024,
-1024 x 1024 and 1024 x 3072; one-off script)."""
+113 GF/s for 148 to 151, 24 rows 131 to 158 for 147 (two cores of the 5th generation, weights of 3072 x
+1024, 1024 x 1024 and 1024 x 3072; one-off script)."""
 FEW_ROWS_OF_INTEL, FEW_FLOATS_OF_INTEL = 64, 200_000
 """The same of float32 on Intel with AVX-512, and floats of x, which stay in the second-level cache: MKL packs
-a weight first. 9 rows 52 to 102 GF/s for 116 to 144, 24 rows 126 to 132 for 176 to 206, 64 rows 190 to 208 for
-207 to 244; where W's columns are dense, 9 rows 86 to 96 for 90 to 139, 24 rows 149 to 177 for 153 to 203, 64 rows
-206 to 238 for 216 to 269 (as above)."""
+a weight first. 9 rows 52 to 102 GF/s for 116 to 144, 24 rows 126 to 132 for 176 to 206, 64 rows 190 to 208
+for 207 to 244; where W's columns are dense, 9 rows 86 to 96 for 90 to 139, 24 rows 149 to 177 for 153 to
+203, 64 rows 206 to 238 for 216 to 269 (as above)."""
 PACKED_ROWS = 16
 """Rows from which on MKL is ahead there, for a constant weight, which it has packed (1024 x 1024: 16 rows 201
 GF/s for 172, but 110 for 167 with 3072 x 1024; 48 rows 265 for 215 and 214 for 208)."""
 TWO_VECTORS = range(25, 33)
-"""Of these, where W's depth is dense, rows that fill two vectors: tiles, which turn x, are ahead (32 rows 178 to
-210 GF/s for 190 to 237)."""
+"""Of these, where W's depth is dense, rows that fill two vectors: tiles, which turn x, are ahead (32 rows 178
+to 210 GF/s for 190 to 237)."""
 
 _SOURCE = """\
 #include "dicp_gemv.h"
