@@ -44,8 +44,9 @@ a weight first. 9 rows 52 to 102 GF/s for 116 to 144, 24 rows 126 to 132 for 176
 for 207 to 244; where W's columns are dense, 9 rows 86 to 96 for 90 to 139, 24 rows 149 to 177 for 153 to
 203, 64 rows 206 to 238 for 216 to 269 (as above)."""
 PACKED_ROWS = 16
-"""Rows from which on MKL is ahead there, for a constant weight, which it has packed (1024 x 1024: 16 rows 201
-GF/s for 172, but 110 for 167 with 3072 x 1024; 48 rows 265 for 215 and 214 for 208)."""
+"""Rows from which on a float32 product reads a constant weight faster as libraries have packed it: oneDNN
+streams rows better than blocks, other than in bfloat16. Of MKL on Intel: 16 rows of 1024 x 1024 201 GF/s
+for 172, but 110 for 167 with 3072 x 1024; 48 rows 265 for 215 and 214 for 208."""
 TWO_VECTORS = range(25, 33)
 """Of these, where W's depth is dense, rows that fill two vectors: tiles, which turn x, are ahead (32 rows 178
 to 210 GF/s for 190 to 237)."""
@@ -178,4 +179,4 @@ def _emit(writer: Any, call: Call, at: Operands) -> None:
         writer.call_into(call, function, lambda result: arguments(writer, g, at.act, result))
 
 
-__all__ = ["FEW_ROWS", "TWO_VECTORS", "are_few", "gemv", "gemv_or", "seems_few", "unit"]
+__all__ = ["FEW_ROWS", "PACKED_ROWS", "TWO_VECTORS", "are_few", "gemv", "gemv_or", "seems_few", "unit"]

@@ -36,7 +36,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     whole_lines,
 )
 from dicp.vendor.cpu_graph.claims.gemm import gemm, gemm_packed, gemm_pairs
-from dicp.vendor.cpu_graph.claims.gemv import TWO_VECTORS, gemv, gemv_or, seems_few
+from dicp.vendor.cpu_graph.claims.gemv import PACKED_ROWS, TWO_VECTORS, gemv, gemv_or, seems_few
 from dicp.vendor.cpu_graph.claims.operands import as_traced, is_batched, operands_of
 from dicp.vendor.cpu_graph.microkernels import available
 
@@ -94,7 +94,7 @@ def _reads_as_stored(node: fx.Node) -> bool:
     if not isinstance(rows, int) or not along_depth or is_constant(w):
         return False
     full = 15 * whole_lines(rows) <= 16 * rows
-    return FEW_ROWS < rows <= max(TWO_VECTORS) or 80 < rows <= TURNED_ROWS_OF_INTEL and full
+    return PACKED_ROWS < rows <= max(TWO_VECTORS) or 80 < rows <= TURNED_ROWS_OF_INTEL and full
 
 
 TURNED_ROWS = 64
@@ -302,9 +302,6 @@ def prefers_pairs(node: fx.Node) -> bool:
 PANELS = repr(("panels",))
 PANEL_DEPTH = 768
 """Depth from which on tiles of packed weights take as long as oneDNN."""
-FEW_ROWS = 16
-"""Rows under which a float32 product reads its weight faster as it is: oneDNN streams rows better than
-blocks, other than in bfloat16."""
 
 
 def packs(node: fx.Node) -> str | None:
@@ -314,7 +311,7 @@ def packs(node: fx.Node) -> str | None:
         return PANELS
     x = _left(node)
     rows = math.prod(size_hint(n) for n in x.shape[:-1])
-    if rows < FEW_ROWS if x.dtype == torch.float32 else reads_weights(node):
+    if rows < PACKED_ROWS if x.dtype == torch.float32 else reads_weights(node):
         return None
     if prefers_packed_mkl(node):
         return repr((MKL, rows))

@@ -317,11 +317,13 @@ DICP_INLINE void outer_products(const T* x, int64_t x_row, const W* w, int64_t s
 // depth is read from memory for the first rows, and from the caches for the others.
 template <int rows, Activation act, class T, class W, class S>
 DICP_INLINE void gemv_strips(const Product& g, const T* x, const W* w, Epilogue<T, S> e, T* y) {
-  const int64_t strips = (g.columns + STRIP - 1) / STRIP;
+  int64_t width = STRIP;  // less where there would not be a strip for each thread
+  while (width > LANES && g.batch * ((g.columns + width - 1) / width) < omp_get_max_threads()) width /= 2;
+  const int64_t strips = (g.columns + width - 1) / width;
 #pragma omp parallel for collapse(2) schedule(static) if (worth_threads(g))
   for (int64_t b = 0; b < g.batch; ++b)
     for (int64_t s = 0; s < strips; ++s) {
-      const int64_t first = s * STRIP, n = g.columns - first < STRIP ? g.columns - first : STRIP;
+      const int64_t first = s * width, n = g.columns - first < width ? g.columns - first : width;
       float sums[rows * STRIP] = {}, kept[STRIP_DEPTH * STRIP];
       for (int64_t k = 0; k < g.depth; k += STRIP_DEPTH) {
         const int64_t depth = g.depth - k < STRIP_DEPTH ? g.depth - k : STRIP_DEPTH;
