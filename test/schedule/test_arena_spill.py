@@ -14,7 +14,7 @@ from dicp.ir import index as ix
 from dicp.runtime.program import RELEASE_BYTES, Segment
 from dicp.schedule.arena_spill import SMALLEST, spilled
 from dicp.schedule.lifetime import Lifetime
-from dicp.vendor.cpu_graph.claims import matmul
+from dicp.vendor.cpu_graph.claims import gemv, matmul
 
 MB = 1 << 20
 
@@ -77,6 +77,7 @@ def allocating(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DICP_KEEP_RESULTS", "0")
     monkeypatch.setattr(matmul, "prefers_tiles", lambda node: False)
     monkeypatch.setattr(matmul, "prefers_onednn", lambda node: True)
+    monkeypatch.setattr(gemv, "are_few", lambda *_, **__: False)
 
 
 def model(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
