@@ -526,6 +526,7 @@ def test_few_rows_read_weights_as_they_lie_where_mkl_is_fast(
     x, w = torch.randn(rows, 600), torch.randn(300, 600)
     assert chosen(F.linear, x, w).endswith(f": {claim}")
     assert chosen(torch.mm, x, w.t().contiguous()) == ("mm: few rows" if rows <= 64 else "mm: BLAS")
+    assert chosen(torch.mm, x.t().contiguous().t(), w.t().contiguous()) == "mm: BLAS"  # x by columns
     deep = torch.randn(rows, 9000)
     assert chosen(F.linear, deep, torch.randn(20, 9000)).endswith("few rows") == (rows <= 200_000 // 9000)
     for module in (matmul, gemv):

@@ -104,8 +104,10 @@ def seems_few(node: fx.Node) -> bool:
 def _few(node: fx.Node, at: Operands) -> bool:
     """Whether a product has few rows (of a batch), whatever the sizes that vary."""
     rows, x, w = _rows(node), *(node.args[k].meta["val"] for k in (at.x, at.w))  # type: ignore[union-attr]
-    if is_batched(node) or not isinstance(rows, int):
-        return isinstance(rows, int) and rows <= _most_rows(node, at)
+    if not isinstance(rows, int) or rows <= _most_rows(node, at):
+        return isinstance(rows, int)
+    if is_batched(node) or not known_equal(x.stride(-1), 1):  # whose rows would be copied
+        return False
     constant = is_constant(node.args[at.w])
     return are_few(rows, size_hint(x.shape[-1]), w.dtype, _is_across(node, at), constant)
 
