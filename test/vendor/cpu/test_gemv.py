@@ -58,6 +58,20 @@ def test_more_rows_on_intel(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(lambda x, w, b: torch.addmm(b, x, w), x, w.t().contiguous(), b)
 
 
+def test_more_rows_on_intel_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemv, "cpu_maker", lambda: "intel")
+    monkeypatch.setattr(gemv, "cpu_flags", lambda: {"avx2", "fma", "avx512f"})
+    x, w, seen = torch.randn(100, 301), torch.randn(517, 301), list[Compiled]()
+    varying = torch.compile(lambda x, w: F.silu(F.linear(x, w)), backend="dicp_cpu", dynamic=True)
+    for rows in (37, 3, 64, 65, 23, 100):
+        with observe(seen.append):
+            got = varying(x[:rows], w)
+        exact = F.silu(F.linear(x[:rows].double(), w.double()))
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
+    (program,) = (one.program for one in seen)
+    assert "<= 64" in next(text for name, text in program.sources.items() if "segments" in name)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_weights_by_columns(rows: int, dtype: torch.dtype) -> None:

@@ -87,7 +87,7 @@ def gemv_or(label: str, node: fx.Node, other: Claim) -> Claim | None:
 
     def emit(writer: Any, call: Call) -> None:
         writer.branch(
-            f"{writer.text(given(call, at).rows)} <= {_most_rows(node, at)}",
+            f"{writer.text(given(call, at).rows)} <= {_most_varying_rows(node, at)}",
             lambda: _emit(writer, call, at),
             lambda: other.emit(writer, call),
         )
@@ -116,7 +116,7 @@ def _may_be_few(node: fx.Node, at: Operands) -> bool:
     """Whether a product of dense rows has few of them for some of its sizes."""
     rows, x = _rows(node), node.args[at.x].meta["val"]  # type: ignore[union-attr]
     dense = known_equal(x.stride(-1), 1)
-    return dense and not isinstance(rows, int) and not known_true(rows > _most_rows(node, at))
+    return dense and not isinstance(rows, int) and not known_true(rows > _most_varying_rows(node, at))
 
 
 def _rows(node: fx.Node) -> Any:
@@ -128,6 +128,15 @@ def _rows(node: fx.Node) -> Any:
 def _most_rows(node: fx.Node, at: Operands) -> int:
     """Rows up to which the template is ahead, known or not."""
     return _most_rows_of(node.args[at.w].meta["val"].dtype, _is_across(node, at))  # type: ignore[union-attr]
+
+
+def _most_varying_rows(node: fx.Node, at: Operands) -> int:
+    """The same of a number that varies, for which there are no tiles that turn x."""
+    x, w = (node.args[k].meta["val"] for k in (at.x, at.w))  # type: ignore[union-attr]
+    if is_batched(node) or w.dtype != torch.float32 or _is_across(node, at):
+        return _most_rows(node, at)
+    of_intel = _most_rows_of_intel(size_hint(x.shape[-1]), is_constant(node.args[at.w]))
+    return max(_most_rows(node, at), of_intel)
 
 
 def _is_across(node: fx.Node, at: Operands) -> bool:
@@ -144,12 +153,16 @@ def are_few(rows: int, depth: int, weight: torch.dtype, across: bool = False, co
     if weight == torch.bfloat16:
         there = pairs_are_slow() and "avx512_bf16" in cpu_flags()
         return there and not across and rows <= FEW_ROWS_OF_SLOW_PAIRS
-    if weight != torch.float32 or cpu_maker() != "intel" or "avx512f" not in cpu_flags():
-        return False
-    if constant and rows >= PACKED_ROWS:
-        return False
-    by_tiles = not across and rows in TWO_VECTORS
-    return rows <= FEW_ROWS_OF_INTEL and rows * depth <= FEW_FLOATS_OF_INTEL and not by_tiles
+    by_tiles = not across and not constant and rows in TWO_VECTORS
+    return weight == torch.float32 and rows <= _most_rows_of_intel(depth, constant) and not by_tiles
+
+
+def _most_rows_of_intel(depth: int, constant: bool) -> int:
+    """Of float32; 0 on other processors."""
+    if cpu_maker() != "intel" or "avx512f" not in cpu_flags():
+        return 0
+    most = PACKED_ROWS - 1 if constant else FEW_ROWS_OF_INTEL
+    return min(most, FEW_FLOATS_OF_INTEL // max(depth, 1))
 
 
 def _most_rows_of(weight: torch.dtype, across: bool) -> int:

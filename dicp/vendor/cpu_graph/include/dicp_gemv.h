@@ -119,7 +119,8 @@ template <int known, class F> DICP_INLINE void row_blocks(int64_t rows, F f) {
   } else {
     int64_t r = 0;
     for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK) f(r, isa::Seq<ROW_BLOCK>());
-    for (; r < rows; ++r) f(r, isa::Seq<1>());
+    for (; r + 2 <= rows; r += 2) f(r, isa::Seq<2>());
+    if (r < rows) f(r, isa::Seq<1>());
   }
 }
 template <int n> constexpr int first_of(isa::Seq<n>) { return n; }
@@ -135,7 +136,7 @@ DICP_INLINE int64_t shares_of(const Product& g) {
 // products of `count` rows from r0 of a batch with those columns, and to those SET<rows> further on for each further
 // set; put(sums, n, b, row, column) makes n results of them.
 constexpr int64_t UNIT = 16;
-template <int rows> constexpr int64_t ROWS_AT_ONCE = rows ? rows : 16;
+template <int rows> constexpr int64_t ROWS_AT_ONCE = rows ? rows : 64;
 template <int rows> constexpr int64_t SET = STREAMS * ROWS_AT_ONCE<rows> * UNIT;
 template <int rows, int sets = 1, class Sum, class Put>
 DICP_INLINE void column_streams(const Product& g, Sum sum, Put put) {
@@ -150,7 +151,9 @@ DICP_INLINE void column_streams(const Product& g, Sum sum, Put put) {
         const int64_t count = g.rows - r0 < ROWS ? g.rows - r0 : ROWS;
         for (int64_t c = 0; c < length; c += UNIT) {
           const int64_t n = length - c < UNIT ? length - c : UNIT;
-          float sums[sets * SET<rows>] = {};
+          float sums[sets * SET<rows>];
+          for (int64_t j = 0; j < sets * STREAMS; ++j)
+            __builtin_memset(sums + j * ROWS * UNIT, 0, count * UNIT * sizeof(float));
           for (int64_t i = 0; i < n; ++i) {
             int64_t columns[STREAMS];  // past the last column the last one again
             for (int64_t j = 0; j < STREAMS; ++j) {
