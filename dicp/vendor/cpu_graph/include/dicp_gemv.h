@@ -117,10 +117,12 @@ template <int known, class F> DICP_INLINE void row_blocks(int64_t rows, F f) {
     for (int r = 0; r + size <= known; r += size) f(r, isa::Seq<size>());
     if constexpr (known % size) f(known / size * size, isa::Seq<known % size>());
   } else {
-    int64_t r = 0;
-    for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK) f(r, isa::Seq<ROW_BLOCK>());
-    for (; r + 2 <= rows; r += 2) f(r, isa::Seq<2>());
-    if (r < rows) f(r, isa::Seq<1>());
+    for (int64_t r = 0, left = rows; left > 0; left = rows - r) {
+      if (left == 4 || left == 8) f(r, isa::Seq<4>()), r += 4;
+      else if (left >= ROW_BLOCK) f(r, isa::Seq<ROW_BLOCK>()), r += ROW_BLOCK;
+      else if (left >= 2) f(r, isa::Seq<2>()), r += 2;
+      else f(r, isa::Seq<1>()), r += 1;
+    }
   }
 }
 template <int n> constexpr int first_of(isa::Seq<n>) { return n; }
