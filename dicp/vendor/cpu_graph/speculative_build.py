@@ -132,13 +132,14 @@ def _of_linear(node: fx.Node) -> Iterator[Unit]:
     kinds = {"T": STORAGE[x.dtype], "W": STORAGE[weight.dtype], "S": STORAGE[torch.float32]}
     differentiated = _differentiated(x, weight)  # what an activation reads is kept then
     act = "none" if differentiated else _activation(node)
-    others = [n for n in node.args[0].users if n.target is F.linear]  # type: ignore[union-attr]
-    if act != "none" and any(_gates(node, n) for n in others):
+    operand = argument(node, 0, "input", None)
+    layers = [n for n in operand.users if n.target is F.linear]
+    if act != "none" and any(_gates(node, n) for n in layers):
         yield _unit(*linears.unit(rows, 2, kinds, act, gated=True))
         return
-    if any(_gates(n, node) for n in others) and not differentiated:
+    if any(_gates(n, node) for n in layers) and not differentiated:
         return
-    alike = [n for n in others if differentiated or _activation(n) == act]
+    alike = [n for n in layers if differentiated or _activation(n) == act]
     if 1 < len(alike) <= linears.MOST:
         yield _unit(*linears.unit(rows, len(alike), kinds, act, gated=False))
     else:

@@ -80,6 +80,21 @@ def test_what_begins_is_what_the_program_calls(
     assert guessed == expected
 
 
+@pytest.fixture
+def guesses(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
+    """Names of the units that are compiled ahead, which are not, and of those that programs begin with."""
+    torch._dynamo.reset()  # sizes that other tests varied would be symbolic, and nothing guessed
+    ahead, begun, begin = set[str](), set[str](), Build.begin
+
+    def noting(self: Build, units: Sequence[Unit]) -> None:
+        begun.update(u.name for u in units)
+        begin(self, units)
+
+    monkeypatch.setattr(speculative_build, "build", lambda units, config: ahead.update(u.name for u in units))
+    monkeypatch.setattr(Build, "begin", noting)
+    return ahead, begun
+
+
 class Step(nn.Module):
     """One token that attends to those before it."""
 
@@ -94,26 +109,17 @@ class Step(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_a_step_of_decoding_is_guessed(
-    training: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    training: bool, guesses: tuple[set[str], set[str]], tmp_path: Any
 ) -> None:
     """Products of one row by weights that come from memory, with their activations unless gradients need what
     those read, and attention of one row to long keys."""
-    torch._dynamo.reset()  # sizes that other tests varied would be symbolic, and nothing guessed
-    ahead, begun = list[Unit](), set[str]()
-    begin = Build.begin
-
-    def noting(self: Build, units: Sequence[Unit]) -> None:
-        begun.update(u.name for u in units)
-        begin(self, units)
-
-    monkeypatch.setattr(speculative_build, "build", lambda units, config: ahead.extend(units))
-    monkeypatch.setattr(Build, "begin", noting)
+    ahead, begun = guesses
     model, x, k = Step(), torch.randn(1, 1, 256), torch.randn(1, 4, 1024, 64)
     with torch.set_grad_enabled(training):
         got = torch.compile(model, backend="dicp_cpu", options={"cache_dir": str(tmp_path)})(x, k)
         torch.testing.assert_close(got, model(x, k), rtol=1e-4, atol=1e-4)
     act = set() if training else {"gemv1_float_gelu_tanh"}
-    assert {u.name for u in ahead} == {"gemv1_float_limited", "row_attention_float", *act} == begun
+    assert ahead == {"gemv1_float_limited", "row_attention_float", *act} == begun
 
 
 class Gated(nn.Module):
@@ -126,29 +132,20 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.q(x)[:, :256] * self.k(x) * self.v(x)
-        return F.silu(self.gate(x)) * self.up(x)
+        return F.silu(F.linear(input=x, weight=self.gate.weight)) * self.up(x)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_layers_of_one_operand_are_guessed(
-    training: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    training: bool, guesses: tuple[set[str], set[str]], tmp_path: Any
 ) -> None:
-    torch._dynamo.reset()  # as above
-    ahead, begun = list[Unit](), set[str]()
-    begin = Build.begin
-
-    def noting(self: Build, units: Sequence[Unit]) -> None:
-        begun.update(u.name for u in units)
-        begin(self, units)
-
-    monkeypatch.setattr(speculative_build, "build", lambda units, config: ahead.extend(units))
-    monkeypatch.setattr(Build, "begin", noting)
+    ahead, begun = guesses
     model, x = Gated(), torch.randn(1, 256)
     with torch.set_grad_enabled(training):
         got = torch.compile(model, backend="dicp_cpu", options={"cache_dir": str(tmp_path)})(x)
         torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
     last = "linears2_1_float_limited" if training else "gated_1_float_silu"
-    assert {u.name for u in ahead} == {"linears3_1_float_limited", last} == begun
+    assert ahead == {"linears3_1_float_limited", last} == begun
 
 
 @pytest.mark.parametrize("what", ["stride", "padding", "padding of rows"])

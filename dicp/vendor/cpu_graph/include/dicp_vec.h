@@ -292,7 +292,7 @@ template <class V, class F> DICP_INLINE scalar<V> fold(V v, F f) {
   else return fold_reg<scalar<V>, LANES>(v, f);
 }
 template <class V> DICP_INLINE scalar<V> hsum(V v) { return fold(v, [](auto a, auto b) { return a + b; }); }
-// four of them at once, in a third of the instructions
+// four of them at once, in less than half of the instructions
 template <int n = LANES> DICP_INLINE isa::reg<float, 4> added_halves(isa::reg<float, n> v) {
   if constexpr (n > 4) return added_halves<n / 2>(isa::low<float, n>(v) + isa::high<float, n>(v));
   else return v;
