@@ -20,6 +20,7 @@ from dicp.compat import (
 )
 from dicp.ir.meta_keys import FREE_OUTPUTS, LAYOUT_KEY
 from dicp.ir.verify import insert, same_stride
+from dicp.ops.aliases import is_view
 from dicp.ops.conv_call import conv_call, separable_call, the_conv_call
 from dicp.ops.library import register
 from dicp.ops.table import table
@@ -174,7 +175,7 @@ def _plan(gm: GraphModule, plan: LayoutPlan, costs: LayoutCosts) -> bool:
     free = gm.meta.get(FREE_OUTPUTS, ())
     for node in gm.graph.nodes:
         if node.op == "output":
-            if not _plan_outputs(plan, node, free, costs):
+            if not _plan_outputs(plan, node, free, converted, costs):
                 return False
         elif node.op != "call_function":
             plan.values[node] = value_of(node)
@@ -305,13 +306,17 @@ def _carried_on(node: Node, values: dict[Node, Any]) -> Any:
         x, y, scaled = images[0], traced[0], node.args[1] is not None  # else the result is row-major
         laid_out = channels_last_fake(y) if scaled and _lie_channels_last([x], [y]) else None
         return None if laid_out is None else (laid_out, *traced[1:])
-    row = table().get(node.target)
-    if row is None or row.kind != "elementwise" or "memory_format" in node.kwargs:
+    if not _is_elementwise(node):
         return None
     if node.target is aten.masked_fill.Scalar:  # whose result is row-major whatever it gets
         return None
     same = isinstance(traced, torch.Tensor) and all(v.shape == traced.shape for v in images)
     return channels_last_fake(traced) if same and _lie_channels_last(images, [traced]) else None
+
+
+def _is_elementwise(node: Node) -> bool:
+    row = table().get(node.target)
+    return row is not None and row.kind == "elementwise" and "memory_format" not in node.kwargs
 
 
 def _lie_channels_last(values: Sequence[Any], results: Sequence[Any]) -> bool:
@@ -339,10 +344,19 @@ def _convert(
     return converted[key]
 
 
-def _plan_outputs(plan: LayoutPlan, output: Node, free: Any, costs: LayoutCosts) -> bool:
+def _plan_outputs(
+    plan: LayoutPlan, output: Node, free: Any, converted: dict[Any, Any], costs: LayoutCosts
+) -> bool:
+    """What the graph returns, with the traced strides; of a value that is saved for the backward rather the
+    copy that a convolution got, whose gradient would copy it again. False where strides could not be had
+    back."""
     results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     for i, node in enumerate(results):
-        if not isinstance(node, Node) or i in free or not isinstance(value_of(node), torch.Tensor):
+        if not isinstance(node, Node) or not isinstance(value_of(node), torch.Tensor):
+            continue
+        if i in free:
+            if (node, torch.channels_last) in converted and not is_view(node):
+                plan.conversions.append((output, node, torch.channels_last))
             continue
         traced, value = value_of(node), plan.values[node]
         if value is traced or same_stride(traced, value):
@@ -382,6 +396,15 @@ def _carry_out(graph: Graph, plan: LayoutPlan) -> None:
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() == 4:
             if not same_stride(traced[node], value):
                 node.meta[LAYOUT_KEY] = CHANNELS_LAST
-    for (_, order), node in made.items():
+    for (source, order), node in made.items():
         if order is torch.channels_last:
             node.meta[LAYOUT_KEY] = CHANNELS_LAST
+            if _is_elementwise(source) and list(source.users) == [node]:
+                _make_as(source, node)
+
+
+def _make_as(source: Node, copy: Node) -> None:
+    """Have the kernel that computes a value write it in the order of its copy, which nobody else reads."""
+    source.meta.update({key: copy.meta[key] for key in ("val", LAYOUT_KEY)})
+    copy.replace_all_uses_with(source)
+    copy.graph.erase_node(copy)
