@@ -110,8 +110,9 @@ def can_be_product(node: Node, conv: Convolution) -> bool:
 
 
 def _ready(x: Any, weight: Any, conv: Convolution) -> bool:
-    """Whether rows of x and the flat weight are views; of patches, which are gathered anyway, the weight."""
-    gathered = conv.patches and not conv.pointwise
+    """Whether rows of x and the flat weight are views; of windows, which are gathered anyway, the weight. Of
+    row-major images with a border windows are gathered a few elements at a time, which is no faster."""
+    gathered = not conv.pointwise and conv.padding == (0, 0)
     in_order = gathered or value_of(x).is_contiguous(memory_format=torch.channels_last)
     return bool(in_order and value_of(weight).is_contiguous())
 

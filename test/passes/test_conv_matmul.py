@@ -53,6 +53,32 @@ graph(arg0_1: f32[2,3,5,4], arg1_1: f32[6,3,1,1], arg2_1: f32[6]):
 """,
         )
 
+    def test_windows_of_a_row_major_image(self) -> None:
+        g = graph_of(lambda x, w: F.conv2d(x, w, stride=2), (2, 3, 5, 5), (6, 3, 3, 3))
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv_matmul, canonicalize(g), Products())),
+            """\
+graph(arg0_1: f32[2,3,5,5], arg1_1: f32[6,3,3,3]):
+  v0: f32[6,27] = view(arg1_1, [6,27])
+  v1: f32[27,6] = permute(v0, [1,0])
+  v2: f32[2,3,2,5,3] = unfold(arg0_1, 2, 3, 2)
+  v3: f32[2,3,2,2,3,3] = unfold(v2, 3, 3, 2)
+  v4: f32[2,2,2,3,3,3] = permute(v3, [0,2,3,1,4,5])
+  v5: f32[2,2,2,3,3,3] = clone(v4, memory_format=contiguous_format)
+  v6: f32[8,27] = view(v5, [-1,27])
+  v7: f32[8,6] = mm(v6, v1)
+  v8: f32[2,2,2,6] = view(v7, [-1,2,2,6])
+  v9: f32[2,6,2,2] = permute(v8, [0,3,1,2])
+  v10: f32[2,6,2,2] = clone(v9, memory_format=contiguous_format)
+  return v10
+""",
+        )
+
+    def test_windows_over_a_border_of_a_row_major_image_stay(self) -> None:
+        g = canonicalize(graph_of(lambda x, w: F.conv2d(x, w, padding=1), (2, 3, 5, 5), (6, 3, 3, 3)))
+        text = show(g)
+        self.assertEqual(show(self.check(rewrite_conv_matmul, g, Products())), text)
+
     def test_window_of_one_over_symbolic_sizes(self) -> None:
         def convolve(window: int) -> Any:
             conv = torch.nn.Conv2d(3, 6, window, bias=False).requires_grad_(False)

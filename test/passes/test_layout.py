@@ -84,6 +84,35 @@ graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
         (result,) = g.graph.output_node().all_input_nodes
         self.assertEqual(result.meta[LAYOUT_KEY], CHANNELS_LAST)
 
+    def test_saved_is_the_copy_that_a_convolution_got(self) -> None:
+        def f(x: T, w: T) -> tuple[T, ...]:
+            y, z = x * 2, x * 3
+            return F.conv2d(y, w), F.conv2d(z, w), z.sum(0), y, z
+
+        g = canonicalize(graph_of(f, X, W))
+        g.meta[FREE_OUTPUTS] = (0, 1, 3, 4)
+        verify(choose_layout(g, Always()))
+        self.assertExpectedInline(
+            show(g),
+            """\
+graph(arg0_1: f32[2,8,16,16], arg1_1: f32[8,8,1,1]):
+  v0: f32[2,8,16,16]@0231 = mul(arg0_1, 2)
+  v1: f32[2,8,16,16] = mul(arg0_1, 3)
+  v2: f32[2,8,16,16]@0231 = clone(v0, memory_format=channels_last)
+  v3: f32[2,8,16,16]@0231 = convolution(v2, arg1_1, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v4: f32[2,8,16,16]@0231 = clone(v1, memory_format=channels_last)
+  v5: f32[2,8,16,16]@0231 = convolution(v4, arg1_1, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v6: f32[8,16,16] = sum.dim_IntList(v1, [0])
+  return v3, v5, v6, v2, v4
+""",
+        )
+
+    def test_saved_view_of_an_input_stays(self) -> None:
+        g = canonicalize(graph_of(lambda x, w: (F.conv2d(x[1:], w), x[1:]), X, W))
+        g.meta[FREE_OUTPUTS] = (0, 1)
+        choose_layout(g, Always())
+        self.assertNotIn(LAYOUT_KEY, g.graph.output_node().args[0][1].meta)
+
     def test_view_gets_a_copy(self) -> None:
         g = graph_of(lambda x, w: F.conv2d(x, w).flatten(1).sum(1), X, W)
         g = self.check(choose_layout, canonicalize(g), Always())

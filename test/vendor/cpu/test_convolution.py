@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -89,7 +90,7 @@ def test_patches_of_images_are_a_product(how: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     image = torch.nn.Conv2d(3, 40, 8, 8, dtype=dtype)
     down = torch.nn.Conv2d(40, 48, 2, 2, dtype=dtype)
-    x, graphs = torch.randn(16, 3, 64, 64).to(dtype), []  # type: ignore[var-annotated]
+    x, graphs = torch.randn(40, 3, 64, 64).to(dtype), []  # type: ignore[var-annotated]
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return down(image(x))
@@ -109,6 +110,57 @@ def test_patches_of_images_are_a_product(how: str, dtype: torch.dtype) -> None:
     assert sum(c in ("conv", "convolution") for c in calls) == 1
     if how == "training":  # of the second layer's image, and in float32 of the two weights
         assert calls.count("convolution_backward") == (1 if dtype == torch.bfloat16 else 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "window", "padding", "product"),
+    [
+        ((1, 6, 14, 14), (16, 6, 5, 5), 0, True),
+        ((1, 32, 20, 20), (64, 32, 4, 4), 0, False),  # 289 positions, and few weights to bring into order
+        ((1, 32, 11, 11), (64, 32, 4, 4), 0, True),
+        ((1, 4, 32, 32), (16, 4, 5, 5), 0, True),  # a few colours
+        ((1, 6, 32, 32), (16, 6, 5, 5), 0, False),
+        ((1, 6, 14, 14), (16, 6, 5, 5), 2, False),  # row-major, with a border
+    ],
+)
+def test_few_windows_are_gathered_for_a_product(
+    x: tuple[int, ...], window: tuple[int, ...], padding: int, product: bool
+) -> None:
+    """However the image lies, where what oneDNN's call costs besides multiplying is more."""
+    torch._dynamo.reset()
+    torch.manual_seed(4)
+    image, weight, graphs = torch.randn(x), torch.randn(window), []  # type: ignore[var-annotated]
+    with torch.no_grad(), observe(graphs.append):
+        got = torch.compile(F.conv2d, backend="dicp_cpu")(image, weight, padding=padding)
+    want = F.conv2d(image.double(), weight.double(), padding=padding)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    assert got.stride() == want.stride()
+    (call,) = [c.claim.name.split(":")[0] for g in graphs for c in g.program.library_calls]
+    assert (call not in ("conv", "convolution")) == product
+
+
+def test_gradients_of_what_lies_half_channels_last() -> None:
+    """What comes back to the first convolution is channels-last, its image row-major."""
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    layers = torch.nn.Sequential(torch.nn.Conv2d(4, 32, 8, 4), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 4, 2))
+    layers = layers.to(memory_format=torch.channels_last)
+    x, graphs = torch.rand(32, 4, 52, 52), []  # type: ignore[var-annotated]
+
+    def fn(x: torch.Tensor, layers: torch.nn.Module) -> torch.Tensor:
+        return layers(x).square().mean()
+
+    with observe(graphs.append):
+        loss = torch.compile(fn, backend="dicp_cpu")(x, layers)
+        got = torch.autograd.grad(loss, list(layers.parameters()))
+    exact = copy.deepcopy(layers).double()
+    want = torch.autograd.grad(fn(x.double(), exact), list(exact.parameters()))
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+    calls = graphs[-1].program.library_calls
+    gradients = [c for c in calls if c.claim.name.startswith("convolution_backward")]
+    assert len(gradients) == 2
+    assert all(channels_last(operand) for c in gradients for operand in c.args[:2])
 
 
 @pytest.mark.parametrize("why", ["the weight's order", "the bias's dtype"])

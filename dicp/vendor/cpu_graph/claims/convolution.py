@@ -34,9 +34,15 @@ from dicp.vendor.cpu_graph.claims.common import (
 from dicp.vendor.cpu_graph.claims.images import CHANNELS_LAST
 
 FEW_POSITIONS = 256
-"""Positions under which oneDNN's convolutions lose to gathering the windows: 98 positions of 512 channels,
-3x3, take it 4.1 ms forward and 16 ms for the weight's gradient; a product of those sizes takes 2.5 ms, its
-gathering 1.3 ms (2 Zen 4 cores)."""
+"""Positions under which oneDNN's gradients of a weight lose to gathering the windows: 98 positions of 512
+channels, 3x3, take it 16 ms; a product of those sizes takes 2.5 ms, its gathering 1.3 ms (2 Zen 4 cores)."""
+
+SPARED = 256 << 10
+"""Bytes of gathered windows that take as long as what a call of oneDNN's convolution costs besides
+multiplying, and bringing the weight into its order, which is about as slow by the byte. One image of 32
+channels and 20x20, and a window of 4x4 by steps of 2 to 64 channels take it 145 us, gathering and a product
+83; of 6 channels and 14x14, and 5x5 to 16, 93 and 39; of 32 channels and 26x26, and 3x3 to 64, it is ahead (a
+compiled call on two Intel cores of the 5th generation, one-off script)."""
 
 
 COLOURS = 4
@@ -48,6 +54,17 @@ in 0.53 and 1.03; of 96 channels and more they are level (2 Zen 5 cores)."""
 def cuts_patches(conv: Any) -> bool:
     """Whether a dicp.passes.conv_matmul.Convolution cuts images into patches that are better gathered."""
     return conv.patches and conv.channels[0] <= COLOURS and onednn_has(conv.dtype)  # type: ignore[no-any-return]
+
+
+def gathering_pays(conv: Any) -> bool:
+    """Whether windows are few enough for gathering them and a product to be ahead of oneDNN's convolution,
+    which is slower with images of a few colours. Those that reach over a border are gathered half as fast,
+    and by steps a quarter."""
+    depth, each = conv.channels[0] * math.prod(conv.window), conv.dtype.itemsize
+    slower = 1 if not any(conv.padding) else 2 if conv.stride == (1, 1) else 4
+    gathered = conv.positions * depth * each * slower
+    spared = 2 * SPARED if conv.channels[0] <= COLOURS else SPARED
+    return bool(gathered <= spared + conv.channels[1] * depth * each)
 
 
 def matmul_pays(part: str, conv: Any) -> bool:
@@ -63,7 +80,8 @@ def matmul_pays(part: str, conv: Any) -> bool:
         return onednn_has(conv.dtype) and (conv.pointwise or gathers)
     if conv.dtype != torch.float32 or winograd.pays_for(conv):
         return False
-    gathers = conv.positions < FEW_POSITIONS or (conv.stored in LOW and conv.patches)
+    few = gathering_pays(conv) if part == "result" else conv.positions < FEW_POSITIONS
+    gathers = few or (conv.stored in LOW and conv.patches)
     return conv.pointwise or (part != "input" and gathers)
 
 
