@@ -131,12 +131,17 @@ def expressions(s: Statement) -> list[Expr]:
     return s.expressions
 
 
-def accessed(body: Iterable[Statement]) -> list[Index]:
-    """Flat positions of every store and then every load, each once."""
+def places(body: Iterable[Statement]) -> list[tuple[str, Index]]:
+    """Buffer and flat position of every store and then every load, each once."""
     body = list(body)
-    stores = [s.index for s in body if isinstance(s, Store)]
-    loads = [e.args[1] for s in body for e in expressions(s) if e.op == "load"]
+    stores = [(s.buffer, s.index) for s in body if isinstance(s, Store)]
+    loads = [(e.args[0], e.args[1]) for s in body for e in expressions(s) if e.op == "load"]
     return list(dict.fromkeys(stores + loads))
+
+
+def accessed(body: Iterable[Statement]) -> list[Index]:
+    """Flat positions of every store and then every load, each once, of whatever buffers."""
+    return list(dict.fromkeys(i for _, i in places(body)))
 
 
 def rewrite_body(

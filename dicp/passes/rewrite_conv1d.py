@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from dicp.compat import fake_mode_of, quiet_shapes
 from dicp.ir.verify import same_stride
 from dicp.ops.table import table
-from dicp.passes.facts import aten, is_tensor, value_of
+from dicp.passes.facts import aten, is_contiguous, is_tensor, value_of
 from dicp.passes.rules import Emitter, finish, replace
 from dicp.vendor.base import VendorBase, takes_graphs
 
@@ -29,8 +29,8 @@ def rewrite_conv1d(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     squeeze(relu(convolution(unsqueeze(x, 2), unsqueeze(w, 2), b, [1,s], [0,p], [1,d])), 2)
 
     Elementwise calls and batch norms of such images, inputs and lower ranks are of images too, so that no
-    view comes between convolutions. A call stays where a result would have other strides, as with operands
-    whose channels are dense.
+    view comes between convolutions. Results that would have other strides, as with operands whose channels
+    are dense, are copied if they were row-major; else their call stays.
     """
     if takes_graphs(vendor) or not any(_is_1d(n) for n in gm.graph.nodes):
         return gm
@@ -129,8 +129,14 @@ def _part(user: Node, new: Node) -> Node:
 
 
 def _rows(old: Node, image: Node) -> Node:
-    """An image as the rows that the node was, if it was such."""
-    return Emitter(old)(aten.squeeze.dim, image, LINE) if value_of(old).dim() == 3 else image
+    """An image as the rows that the node was, if it was such; copied where only those were row-major."""
+    if value_of(old).dim() != 3:
+        return image
+    emit = Emitter(old)
+    rows = emit(aten.squeeze.dim, image, LINE)
+    if is_contiguous(old) and not is_contiguous(rows):
+        return emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
+    return rows
 
 
 __all__ = ["rewrite_conv1d"]

@@ -647,6 +647,11 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], str, str]] = {  # of x: [100, 10
     "columns times a row": (lambda x, v: (x * v[:, None]).amax(0), "columns", "1003"),
     "rows, written again": (lambda x, v: (x - (m := x.mean(1, keepdim=True)), m), "rows", "1003"),
     "a product": (lambda x, v: (x[:, :100, None] + x[:100]).amax(1), "columns", "1003"),
+    "columns, read and written, times turned ones": (
+        lambda x, v: (p := x * x.reshape(1003, 100).t()) - p.sum(0),
+        "columns",
+        "1003",
+    ),
 }
 
 

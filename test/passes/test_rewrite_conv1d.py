@@ -77,12 +77,34 @@ graph(arg0_1: f32[2,3,16], arg1_1: f32[3,6,4], arg2_1: f32[6], arg3_1: f32[6]):
         g = canonicalize(graph_of(lambda x, w: F.conv1d(x, w).relu(), (2, 3, 16), (6, 3, 3), dynamic=True))
         self.assertIn("[1,1], [0,0], [1,1]", show(self.check(rewrite_conv1d, g, claims())))
 
-    def test_other_strides_stay(self) -> None:
+    def test_other_strides_are_copied(self) -> None:
         """Rows whose channels are dense make images that are channels-last, as is what comes of them."""
         dense: Any = torch.randn(2, 16, 3).transpose(1, 2)
         g = canonicalize(graph_of(lambda x, w: F.conv1d(x, w).relu(), dense, (6, 3, 3)))
-        text = show(g)
-        self.assertEqual(show(self.check(rewrite_conv1d, g, claims())), text)
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv1d, g, claims())),
+            """\
+graph(arg0_1: f32[2,3,16], arg1_1: f32[6,3,3]):
+  v0: f32[2,3,1,16] = unsqueeze(arg0_1, 2)
+  v1: f32[6,3,1,3] = unsqueeze(arg1_1, 2)
+  v2: f32[2,6,1,14] = convolution(v0, v1, None, [1,1], [0,0], [1,1], False, [0,0], 1)
+  v3: f32[2,6,1,14] = relu(v2)
+  v4: f32[2,6,14] = squeeze.dim(v3, 2)
+  v5: f32[2,6,14] = clone(v4, memory_format=contiguous_format)
+  return v5
+""",
+        )
+
+    def test_gradients_of_rows_whose_channels_are_dense(self) -> None:
+        dense: Any = torch.randn(2, 16, 3).transpose(1, 2)
+
+        def f(grad: T, x: T, w: T) -> Any:
+            gradients = torch.ops.aten.convolution_backward.default
+            return gradients(grad, x, w, [6], [1], [0], [1], False, [0], 1, [True, True, True])
+
+        g = canonicalize(graph_of(f, (2, 6, 14), dense, (6, 3, 3)))
+        text = show(self.check(rewrite_conv1d, g, claims()))
+        self.assertIn("(f32[2,3,1,16], f32[6,3,1,3], f32[6]) = convolution_backward(", text)
 
     def test_what_is_noted_of_rows_is_so_of_the_images(self) -> None:
         g = canonicalize(graph_of(lambda x, w: (F.conv1d(x, w) * 3).floor(), (2, 3, 16), (6, 3, 3)))
