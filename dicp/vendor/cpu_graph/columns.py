@@ -3,6 +3,8 @@ one another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dicp.ir import expr as ex
@@ -14,13 +16,16 @@ from dicp.vendor.cpu_graph.expression import VECTOR, Scope
 from dicp.vendor.cpu_graph.kernel_writer import KernelWriter
 from dicp.vendor.cpu_graph.loops import (
     around,
+    block_loop,
     indent,
+    nested,
     run_loop,
     runs,
     shared_vector_loop,
     unrolled,
     vector_loop,
 )
+from dicp.vendor.cpu_graph.transposed_loads import find_turned, tile
 
 MANY_BLOCKS, MANY_ROWS = 16, 64  # of several passes over columns, that threads share and caches lose
 
@@ -36,11 +41,11 @@ class ColumnsWriter(KernelWriter):
             return self._wide_columns(axis, at_once)
         outer = Scope(lanes="lanes", provides=frozenset({axis.var}))
         for phase in range(max(self.phases, default=0) + 1):
-            self._column_phase(phase, outer)
+            self._column_phase(phase, axis, outer)
         loop = shared_vector_loop(axis, outer.lines, self.lanes, self.writer.fresh)
         return around(self.kernel, self.shape.outer, loop, extra=1)
 
-    def _column_phase(self, phase: int, outer: Scope) -> None:
+    def _column_phase(self, phase: int, axis: Axis, outer: Scope) -> None:
         mine = [s for k, s in enumerate(self.kernel.body) if self.phases[k] == phase]
         full = [s for s in mine if self.is_full(s)]
         light = [s for s in mine if not self.is_full(s)]
@@ -48,13 +53,14 @@ class ColumnsWriter(KernelWriter):
         if not full:
             return
         inside = Scope(outer, lanes="lanes", provides=frozenset(self.inner_vars | self.scan_refs))
+        around_rows = self._around_rows(axis, full)
         for s in full:
             if isinstance(s, Reduce):
                 self.accumulators.add(s, inside, outer.lines)
             elif isinstance(s, Scan):
                 self.accumulators.scan(s, inside, outer.lines)
         self.stores([s for s in full if isinstance(s, Store)], inside)
-        outer.lines += self.inner_loops(inside.lines)
+        outer.lines += around_rows(inside.lines)
         for s in full:
             if isinstance(s, Reduce):
                 self.accumulators.column_result(s, outer)
@@ -110,12 +116,13 @@ class ColumnsWriter(KernelWriter):
                 self.writer.replaced[e] = lambda s, name=name: f"{name}[u]"  # type: ignore[misc]
             body += self._each_vector(axis, each.lines)
             inside = Scope(lanes="lanes", provides=frozenset({axis.var}) | self.inner_vars)
+            around_rows = self._around_rows(axis, full)
             reduces = [s for s in full if isinstance(s, Reduce)]
             for s in reduces:
                 self.accumulators.add(s, inside, body, slot="[u]")
             self.stores([s for s in full if isinstance(s, Store)], inside)
             if full:
-                body += self.inner_loops(self._each_vector(axis, inside.lines))
+                body += around_rows(self._each_vector(axis, inside.lines))
             done = Scope(lanes="lanes", provides=frozenset({axis.var}))
             for s in reduces:
                 self.accumulators.column_result(s, done, "[u]", body)
@@ -126,6 +133,25 @@ class ColumnsWriter(KernelWriter):
             "}",
         ]
         return around(self.kernel, self.shape.outer, block, extra=1)
+
+    def _around_rows(self, axis: Axis, full: list[Statement]) -> Callable[[list[str]], list[str]]:
+        """Gives the loops around the lines of a row. Operands that lie along the rows are read in tiles."""
+        *others, rows = self.shape.inner
+        written = {s.buffer for s in self.kernel.body if isinstance(s, Store)}
+        turned = find_turned(full, written, axis, rows, self.lanes)
+        if not turned or any(isinstance(s, Scan) for s in full):
+            return self.inner_loops
+        block, row, vectors = self.writer.fresh("rows"), rows.var.name, self.accumulators.at_once
+        made = [tile(e, rows, axis, block, self.writer, vectors) for e in turned]
+        declared, loads = zip(*made, strict=True)
+        loaded = list(loads) if vectors == 1 else self._each_vector(axis, list(loads))
+        head = f"for (int64_t {row} = {block}; {row} < {block} + columns; ++{row}) {{"
+
+        def loops(lines: list[str]) -> list[str]:
+            inside = [*declared, *loaded, head, *indent(lines), "}"]
+            return nested(tuple(others), block_loop(rows, block, inside, self.lanes))
+
+        return loops
 
     def _of_columns(self, full: list[Statement]) -> list[Expr]:
         """What a phase computes of a column's results alone: once, rather than in every row."""

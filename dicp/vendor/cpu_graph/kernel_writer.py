@@ -11,7 +11,7 @@ from dicp.ir.phases import is_full, phases
 from dicp.vendor.cpu_graph.accumulate import ROW_UNROLL, Accumulators
 from dicp.vendor.cpu_graph.expression import STORAGE, VECTOR, ExpressionWriter, Mask, Scope
 from dicp.vendor.cpu_graph.interleaving import are_pairs
-from dicp.vendor.cpu_graph.loops import Shape, for_line, indent, unrolled_vector_loop, vector_loop
+from dicp.vendor.cpu_graph.loops import Shape, nested, unrolled_vector_loop, vector_loop
 from dicp.vendor.cpu_graph.narrow import narrowed
 
 Pending = tuple[Store, str, str, str]
@@ -154,6 +154,4 @@ class KernelWriter:
             lines = unrolled_vector_loop(axes.pop(), lines, ROW_UNROLL, self.writer.fresh)
         elif self.vector_var is not None and self.shape.kind == "rows":
             lines = vector_loop(axes.pop(), lines, self.lanes, self.writer.fresh)
-        for a in reversed(axes):
-            lines = [for_line(a), *indent(lines), "}"]
-        return lines
+        return nested(tuple(axes), lines)

@@ -185,8 +185,7 @@ def few(axes: tuple[Axis, ...], extent: Index = 1, step: int = 1) -> bool:
 def around(kernel: Kernel, axes: tuple[Axis, ...], lines: list[str], extra: int = 0) -> list[str]:
     """The outer loops, shared between threads when the work is worth it. `extra` loops of `lines` join
     them."""
-    for a in reversed(axes):
-        lines = [for_line(a), *indent(lines), "}"]
+    lines = nested(axes, lines)
     loops = len(axes) + extra
     if not loops:
         return lines
@@ -205,6 +204,13 @@ def around(kernel: Kernel, axes: tuple[Axis, ...], lines: list[str], extra: int 
 def _size(n: Index) -> str:
     text = index_text(n, lambda a: a.key)
     return text if text.isalnum() else f"({text})"
+
+
+def nested(axes: tuple[Axis, ...], lines: list[str]) -> list[str]:
+    """Plain loops over the axes."""
+    for a in reversed(axes):
+        lines = [for_line(a), *indent(lines), "}"]
+    return lines
 
 
 def for_line(a: Axis) -> str:

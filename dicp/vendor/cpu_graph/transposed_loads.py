@@ -12,17 +12,21 @@ would be read and written an element to a cache line as well: LANES rows are kep
 together (`load_transposed`, `store_transposed`):
 
     for outer.. { for blocks of the other axis { transpose; for the block { reduce } transpose, store } }
+
+Columns that are reduced, several vectors of them at a time, are read in tiles where they lie along the rows:
+
+    for blocks of columns { for blocks of rows { transpose; for the block { for vectors { reduce } } } }
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
-from dicp.ir.kernel import Axis, Kernel, Store, expressions
+from dicp.ir.kernel import Axis, Kernel, Statement, Store, expressions
 from dicp.vendor.cpu_graph.expression import STORAGE, ExpressionWriter, Scope, index_text
 from dicp.vendor.cpu_graph.loops import Shape, few
 
@@ -95,6 +99,18 @@ def find_transposed_rows(kernel: Kernel, shape: Shape, lanes: int) -> Transposed
     return max(found, key=lambda t: len(t.loads) + len(t.stores), default=None)
 
 
+def find_turned(
+    statements: Iterable[Statement], written: Container[str], columns: Axis, rows: Axis, lanes: int
+) -> tuple[Expr, ...]:
+    """The loads along `rows` that statements at each point of columns and rows had better read in tiles."""
+    if not _fills(rows, lanes):
+        return ()
+    unmasked = dict.fromkeys(e for s in statements for e in _unmasked(s.value) if e.op == "load")
+    return tuple(
+        e for e in unmasked if e.args[0] not in written and _lies_transposed(e.args[1], columns, rows)
+    )
+
+
 def block_of_rows(buffer: str, i: ix.Index, transposed: TransposedRows, along: Axis, block: str) -> str:
     """Where a block of rows lies transposed: its first element, and from one of a row to the next."""
     split = ix.coefficient(i, along.var)
@@ -134,21 +150,29 @@ def tiles(
 ) -> None:
     """Declares the tiles of a block in `scope`, where a vector of `along` begins; `writer` then reads
     them."""
-    name = transposed.axis.var.name
     for e in transposed.loads:
-        buffer, i = e.args[0], e.args[1]
-        split = ix.coefficient(i, along.var)
-        assert split is not None
-        tile = writer.fresh("tile")
-        start, stride = (
-            index_text(x, lambda a: block if a == transposed.axis.var else a.name)  # type: ignore[attr-defined]
-            for x in (i, split[0])
-        )
-        scope.lines += [
-            f"TransposedTile<{STORAGE[writer.params[buffer]]}> {tile};",
-            f"{tile}.load({buffer} + {start}, {stride}, lanes, columns);",
-        ]
-        writer.replaced[e] = lambda s, tile=tile: f"load({tile}.column({name} - {block}), lanes)"  # type: ignore[misc]
+        declared, loaded = tile(e, transposed.axis, along, block, writer)
+        scope.lines += [declared, loaded]
+
+
+def tile(
+    e: Expr, axis: Axis, along: Axis, block: str, writer: ExpressionWriter, vectors: int = 1
+) -> tuple[str, str]:
+    """A tile's declaration, and how it is loaded where a block of `axis` begins; `writer` then reads `e` from
+    it. Of several vectors of `along` there is one for each, in an array."""
+    buffer, i = e.args[0], e.args[1]
+    split = ix.coefficient(i, along.var)
+    assert split is not None
+    name, each = writer.fresh("tile"), "[u]" if vectors > 1 else ""
+    start, stride = (
+        index_text(x, lambda a: block if a == axis.var else a.name)  # type: ignore[attr-defined]
+        for x in (i, split[0])
+    )
+    column = f"{name}{each}.column({axis.var.name} - {block})"
+    writer.replaced[e] = lambda s: f"load({column}, lanes)"
+    array = f"[{vectors}]" if vectors > 1 else ""
+    declared = f"TransposedTile<{STORAGE[writer.params[buffer]]}> {name}{array};"
+    return declared, f"{name}{each}.load({buffer} + {start}, {stride}, lanes, columns);"
 
 
 __all__ = [
@@ -157,5 +181,7 @@ __all__ = [
     "block_of_rows",
     "find_transposed",
     "find_transposed_rows",
+    "find_turned",
+    "tile",
     "tiles",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,3 +131,23 @@ def test_too_few_or_too_long_rows_are_stored_one_by_one(shape: tuple[int, ...]) 
     got, text = compiled(norm, x)
     assert "store_transposed(" not in text
     torch.testing.assert_close(got, norm(x))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 1024), (83, 1024), (83, 64), (40, 37), (3, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_columns_that_are_summed_and_in_part_lie_along_the_rows(
+    dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """As of a batch norm whose gradient comes row-major; whole blocks of rows and a last one of fewer. Of rows
+    that fill no vector no tile is made."""
+
+    def fn(x: torch.Tensor, turned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = x * turned.transpose(1, 2)
+        return product - product.sum((0, 1)), x * 2
+
+    x, turned = torch.randn(3, rows, columns).to(dtype), torch.randn(3, columns, rows).to(dtype)
+    got, text = compiled(fn, x, turned)
+    assert ("TransposedTile<" in re.sub(r"//.*", "", text)) == (rows > 3)
+    for mine, exact in zip(got, fn(x.double(), turned.double()), strict=True):
+        scale = exact.abs().max().item()
+        torch.testing.assert_close(mine.double(), exact, rtol=0, atol=16 * torch.finfo(dtype).eps * scale)
