@@ -38,7 +38,8 @@ from dicp.vendor.base import Convolution, ConvolutionPart, VendorBase
 def convolution_of(node: Node) -> Convolution | None:
     """The convolution that a node computes or differentiates, where a product could stand for it: two
     dimensions, one group, no dilation, no activation; of any size, and with something added, where no window
-    is gathered, else of a known height and width."""
+    is gathered, else of a known height and width. Of windows that overlap the batch is known as well: of more
+    images than were seen, gathering would take as many times the memory."""
     call = conv_call(node)
     if call is None or not _is_plain(call):
         return None
@@ -58,7 +59,8 @@ def convolution_of(node: Node) -> Convolution | None:
         dtype=x.dtype,
         stored=value_of(_stored(call.x)).dtype,
     )
-    known = all(isinstance(n, int) for n in (*x.shape[2:], *result.shape[2:]))
+    sizes = (*x.shape[2:], *result.shape[2:], *([] if conv.patches else [x.shape[0]]))
+    known = all(isinstance(n, int) for n in sizes)
     return conv if conv.pointwise or (known and call.other is None) else None
 
 

@@ -399,3 +399,15 @@ def test_which_convolution() -> None:
     (node,) = [n for n in g.graph.nodes if n.target is aten.convolution.default]
     dtypes = (torch.float32, torch.float32)
     assert convolution_of(node) == Convolution(18, (3, 3), (3, 6), (3, 2), (2, 2), (1, 1), *dtypes)
+
+
+@pytest.mark.parametrize(("window", "stride", "product"), [(3, 1, False), (2, 2, True), (1, 1, True)])
+def test_of_windows_that_overlap_the_batch_is_known(window: int, stride: int, product: bool) -> None:
+    """Of 64 images the gathered windows would take 16 times the memory that 4 do."""
+    register()
+    x = torch.randn(4, 3, 6, 6)
+    torch._dynamo.mark_dynamic(x, 0)
+    g = graph_of(lambda x, w: F.conv2d(x, w, stride=stride), x, (6, 3, window, window), dynamic=None)
+    (node,) = [n for n in g.graph.nodes if n.target is aten.convolution.default]
+    assert not isinstance(node.meta["val"].shape[0], int)
+    assert (convolution_of(node) is not None) == product
