@@ -18,7 +18,7 @@ import torch
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
-from dicp.ir.kernel import Axis, Kernel, Scan, Store, accessed, places
+from dicp.ir.kernel import Axis, Kernel, Scan, Store, places
 from dicp.vendor.cpu_graph.expression import index_text
 from dicp.vendor.cpu_graph.lane_strides import Walk, is_read, walk
 
@@ -45,8 +45,9 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     inner = tuple(a for a in kernel.axes if a.reduced or a.serial)
     outer = tuple(a for a in kernel.axes if not (a.reduced or a.serial))
     stores = {s.index for s in kernel.body if isinstance(s, Store)}
-    every = accessed(kernel.body)
-    moving = [i for _, i in places(kernel.body) if any(ix.depends(i, a.var) for a in inner)]
+    found = [i for _, i in places(kernel.body)]
+    every = list(dict.fromkeys(found))
+    moving = [i for i in found if any(ix.depends(i, a.var) for a in inner)]
 
     def votes(a: Axis) -> int:
         return sum(2 if i in stores else 1 for i in every if ix.moves_by_one(i, a.var))

@@ -283,9 +283,9 @@ def splits_gradients(node: fx.Node) -> bool:
 
 def _lies_half_channels_last(node: fx.Node) -> bool:
     """Whether of the image and the result's gradient one is channels-last and there are positions enough to
-    bring the other there. ATen goes by the image alone, and oneDNN's row-major gradients of a window over few
-    channels are slow: of 16 images of 3x224x224, a window of 7x7 by steps of 2, 68 ms, and 20 with the image
-    copied channels-last first (2 Intel cores)."""
+    bring the other there. ATen goes by the image and the weight, and oneDNN's row-major gradients of a window
+    over few channels are slow: of 16 images of 3x224x224, a window of 7x7 by steps of 2, 68 ms, and 20 with
+    the image copied channels-last first (2 Intel cores)."""
     grad, x = (order_in_memory(n) for n in node.args[:2])
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     positions = math.prod(size_hint(n) for n in (shape[0], *shape[2:]))
@@ -314,7 +314,7 @@ def convolution_backward(node: fx.Node, config: Config) -> list[Claim]:
         return [dataclasses.replace(claim, prepare=dense(0, 1, 2) if asked[0] else _met)]
     found = _in_both_layouts(claim, node, config, (0, 1, 2))
     if _lies_half_channels_last(node):
-        found.sort(key=lambda c: not c.name.endswith(", channels-last"))
+        found.sort(key=lambda c: c.name != f"{claim.name}, channels-last")
     if asked.count(True) == 1 and not asked[2] and depthwise.depthwise_of(node) is not None:
         own = depthwise.input_gradient() if asked[0] else depthwise.window_gradient()
         return _with_depthwise(own, found, node, config)
