@@ -3,7 +3,8 @@
     y[p,o] = sum_k x[p,k] w[o,k]        dx[p,k] = sum_o g[p,o] w[o,k]        dw[o,k] = sum_p g[p,o] x[p,k]
 
 p: batch * height * width; o: output channels; k: input channels * window. A window of 1x1 and stride 1 needs
-no copy of x; any other gathers each position's window first (im2col).
+no copy of x; any other gathers each position's window first (im2col), and dx is what windows add up to
+(passes/conv_fold.py). A transposed convolution is the dx of the convolution that it transposes.
 
 What dicp.linear does inside its call goes with it: an activation behind the result, or what is added to it.
 
@@ -28,6 +29,7 @@ from dicp.ir.meta_keys import FREE_OUTPUTS
 from dicp.ir.verify import same_stride
 from dicp.ops.conv_call import ConvCall, conv_call, pair, the_conv_call
 from dicp.ops.library import register
+from dicp.passes import conv_fold
 from dicp.passes.facts import aten, is_tensor, prims, same_dtype, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
@@ -36,14 +38,17 @@ from dicp.vendor.base import Convolution, ConvolutionPart, VendorBase
 
 
 def convolution_of(node: Node) -> Convolution | None:
-    """The convolution that a node computes or differentiates, where a product could stand for it: two
-    dimensions, one group, no dilation, no activation; of any size, and with something added, where no window
-    is gathered, else of a known height and width. Of windows that overlap the batch is known as well: of more
-    images than were seen, gathering would take as many times the memory."""
+    """The convolution that a node computes or differentiates, or of which it computes the input's gradient
+    (a transposed one), where a product could stand for it: two dimensions, one group, no dilation, no
+    activation; of any size, and with something added, where no window is gathered, else of a known height and
+    width. Of windows that overlap the batch is known as well: of more images than were seen, gathering would
+    take as many times the memory."""
     call = conv_call(node)
-    if call is None or not _is_plain(call):
+    if call is None or not _is_plain(call) or (call.transposed and call.is_backward):
         return None
     x, weight, result = value_of(call.x), value_of(call.weight), value_of(call.result)
+    if call.transposed:
+        x, result = result, x
     if x.dim() != 4 or weight.dim() != 4:
         return None
     if not all(isinstance(n, int) for n in (x.shape[1], *weight.shape, result.shape[1])):
@@ -61,11 +66,12 @@ def convolution_of(node: Node) -> Convolution | None:
     )
     sizes = (*x.shape[2:], *result.shape[2:], *([] if conv.patches else [x.shape[0]]))
     known = all(isinstance(n, int) for n in sizes)
-    return conv if conv.pointwise or (known and call.other is None) else None
+    rows_as_they_are = conv.pointwise and not call.transposed
+    return conv if rows_as_they_are or (known and call.other is None) else None
 
 
 def _is_plain(call: ConvCall) -> bool:
-    if call.transposed or call.groups != 1 or any(d != 1 for d in call.dilation):
+    if call.groups != 1 or any(d != 1 for d in call.dilation):
         return False
     return call.act == "none" and (call.other is None or same_dtype(call.other, call.node))
 
@@ -78,6 +84,16 @@ def _stored(x: Any) -> Any:
         if low and value_of(source).dtype == torch.float32:
             return source.args[0]
     return x
+
+
+def parts_of(node: Node) -> tuple[ConvolutionPart, ...]:
+    """What a call computes of the convolution that `convolution_of` is about."""
+    call = conv_call(node)
+    if call is None or not call.is_backward:
+        return ("input",) if call is not None and call.transposed else ("result",)
+    of_x: ConvolutionPart = "result" if call.transposed else "input"
+    parts: tuple[ConvolutionPart, ...] = (of_x, "weight")
+    return tuple(part for part, asked in zip(parts, call.mask, strict=False) if asked)
 
 
 def pays(vendor: VendorBase, part: ConvolutionPart, conv: Convolution | None) -> bool:
@@ -100,6 +116,8 @@ def rewrite_conv_matmul(gm: GraphModule, vendor: VendorBase) -> GraphModule:
         with mode, quiet_shapes(mode):
             if node.target is aten.convolution_backward.default:
                 _gradients(node, conv, vendor)
+            elif the_conv_call(node).transposed:
+                _transposed(node, conv, vendor)
             elif pays(vendor, "result", conv) and can_be_product(node, conv):
                 _result(node, conv, vendor, activations)
     return finish(gm)
@@ -195,25 +213,37 @@ def _replace(old: Node, product: Node, shaped: Callable[[Node, Node], Node]) -> 
 def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
     call = the_conv_call(node)
     grad, x, weight = call.grad, call.x, call.weight
-    of_input = call.mask[0] and conv.pointwise and pays(vendor, "input", conv)
-    of_weight = call.mask[1] and pays(vendor, "weight", conv)
+    ready = _ready(x, weight, conv)
+    of_input = call.mask[0] and (ready or not conv.pointwise) and pays(vendor, "input", conv)
+    of_weight = call.mask[1] and ready and pays(vendor, "weight", conv)
     users = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-    if not (of_input or of_weight) or len(users) != len(node.users) or not _ready(x, weight, conv):
+    if not (of_input or of_weight) or len(users) != len(node.users):
         return
     emit = Emitter(node)
 
     grad_rows = functools.cache(lambda grad: _channels_as_rows(emit, grad))
 
     def input_gradient(emit: Emitter, grad: Any, weight: Any) -> Node:
+        if not conv.pointwise:
+            return conv_fold.product(emit, grad_rows(grad), weight, conv)
         return emit(aten.mm.default, grad_rows(grad), _flat_weight(emit, weight))
+
+    def input_image(dx: Node, of: Node) -> Node:
+        if not conv.pointwise:
+            return _ordered(emit, conv_fold.fold(emit, dx, weight, conv, value_of(x).shape[2:]), of)
+        return _image(emit, dx, x, x, conv)
 
     def weight_gradient(emit: Emitter, grad: Any, x: Any) -> Node:
         by_channel = emit(aten.permute.default, grad_rows(grad), [1, 0])
         return emit(aten.mm.default, by_channel, _rows(emit, x, conv))
 
     if of_input and 0 in users:
-        dx = _multiplied(node, users[0], (grad, weight), input_gradient, vendor)
-        _replace(users.pop(0), dx, lambda dx, _: _image(emit, dx, x, x, conv))
+        operands = (grad, weight)
+        if conv_fold.apart(conv):
+            dx = _multiplied(node, users[0], operands, input_gradient, vendor)
+        else:
+            dx = input_gradient(emit, *operands)
+        _replace(users.pop(0), dx, input_image)
     if of_weight and 1 in users:
         old = users.pop(1)
         shape = list(value_of(weight).shape)
@@ -226,6 +256,29 @@ def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
         new = emit(node.target, *call.masked(*left))
         new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", *new.meta)})
         node.replace_all_uses_with(new)
+
+
+def _transposed(node: Node, conv: Convolution, vendor: VendorBase) -> None:
+    call = the_conv_call(node)
+    if not pays(vendor, "input", conv) or not _of_one_dtype(call):
+        return
+    emit = Emitter(node)
+
+    def product(emit: Emitter, x: Any, weight: Any) -> Node:
+        return conv_fold.product(emit, _channels_as_rows(emit, x), weight, conv)
+
+    def image(rows: Node, of: Node) -> Node:
+        y = conv_fold.fold(emit, rows, call.weight, conv, value_of(node).shape[2:])
+        if call.bias is not None:
+            y = emit(aten.add.Tensor, y, emit(aten.view.default, call.bias, [-1, 1, 1]))
+        return _ordered(emit, y, of)
+
+    operands = (call.x, call.weight)
+    if call.bias is None and conv_fold.apart(conv):
+        y = _multiplied(node, node, operands, product, vendor)
+    else:  # rounded once, when all is added up
+        y = product(emit, *operands)
+    _replace(node, y, image)
 
 
 def _ordered(emit: Emitter, image: Node, old: Node) -> Node:

@@ -24,7 +24,7 @@ from dicp.ops.aliases import is_view
 from dicp.ops.conv_call import conv_call, separable_call, the_conv_call
 from dicp.ops.library import register
 from dicp.ops.table import table
-from dicp.passes.conv_matmul import convolution_of, pays
+from dicp.passes.conv_matmul import convolution_of, parts_of, pays
 from dicp.passes.facts import aten, bytes_of, is_channels_last, is_pure, mutated_arguments, value_of
 from dicp.passes.freeze import constants_of
 from dicp.passes.pack import packed_form
@@ -46,6 +46,8 @@ class LayoutPlan:
     """(consumer, source, format)"""
     cost: float = 0.0
     gain: float = 0.0
+    gains: dict[Node, float] = dataclasses.field(default_factory=dict)
+    """what each convolution spares (`_gain`)"""
     products: frozenset[Node] = frozenset()
     """convolutions that become matrix products, whose rows are channels-last positions, those of `packed`
     weights, and those of which `extra` says more"""
@@ -81,6 +83,7 @@ def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
         plan.products = plan.packed.union(n for n in gm.graph.nodes if _is_product(n, vendor))
         plan.extra = {n: vendor.channels_last_gain(n) for n in gm.graph.nodes if _images(n)}
         plan.products = plan.products.union(n for n, extra in plan.extra.items() if extra > 0)
+        plan.gains = {n: _gain(n, plan, vendor) for n in plan.extra}
         if not _may_pay(gm, plan, costs) or not _plan(gm, plan, costs):
             return gm
     if plan.gain > plan.cost:
@@ -125,9 +128,7 @@ def _laid_out_as(graph: Graph, source: Node, like: torch.Tensor) -> Node:
 
 
 def _is_product(node: Node, vendor: VendorBase) -> bool:
-    conv = convolution_of(node)
-    backward = node.target is aten.convolution_backward.default
-    return any(pays(vendor, part, conv) for part in (("input", "weight") if backward else ("result",)))  # type: ignore[arg-type]
+    return any(pays(vendor, part, convolution_of(node)) for part in parts_of(node))
 
 
 def _may_pay(gm: GraphModule, plan: LayoutPlan, costs: LayoutCosts) -> bool:
@@ -136,8 +137,7 @@ def _may_pay(gm: GraphModule, plan: LayoutPlan, costs: LayoutCosts) -> bool:
     bound = 0.0
     for node in gm.graph.nodes:
         if _images(node) and (node in plan.products or _wants_channels_last(node, costs)):
-            as_free = node in plan.products or plan.constants != frozenset()
-            bound += _gain(node, as_free, costs, plan.extra.get(node, 0.0))
+            bound += plan.gains[node]
     results = gm.graph.output_node().args[0]
     for i, node in enumerate(results if isinstance(results, (list, tuple)) else [results]):
         if (
@@ -212,8 +212,7 @@ def _plan_inputs(
         else:
             yield source, value
     if activations:
-        free = node in plan.products or weight in plan.constants
-        plan.gain += _gain(node, free, costs, plan.extra.get(node, 0.0))
+        plan.gain += plan.gains[node]
 
 
 def _wants_channels_last(node: Node, costs: LayoutCosts) -> bool:
@@ -236,19 +235,24 @@ def _is_made_for(source: Node, user: Node) -> bool:
     return source.op == "call_function" and len(source.users) == 1 and user in source.users
 
 
-def _gain(node: Node, free: bool, costs: LayoutCosts, extra: float) -> float:
-    """What one convolution spares; nothing where the user's own strides are channels-last. free: its weight
-    costs nothing more that way; extra: what the vendor says that it spares besides."""
-    x, weight = _images(node)[0], _weight(node)
+def _gain(node: Node, plan: LayoutPlan, vendor: VendorBase) -> float:
+    """What one convolution spares; nothing where the user's own strides are channels-last. A weight costs
+    nothing more that way where it is made in that order anyway, or for a product."""
+    call, weight, extra, costs = conv_call(node), _weight(node), plan.extra[node], vendor.layout_costs
+    x, result = _images(node)[0], node if call is None or not call.is_backward else call.x
     if is_channels_last(value_of(x)):
         return 0.0
-    result = value_of(node)
-    results = [r for r in (result if isinstance(result, (list, tuple)) else [result]) if r is not None]
-    gain = extra + costs.activation_gain * (bytes_of(value_of(x)) + bytes_of(results[0]))
-    window = value_of(weight).shape[2:]
-    if free or all(size == 1 for size in window) or _is_made_for(weight, node):  # type: ignore[arg-type]
-        return gain
-    return gain - costs.weight_loss * bytes_of(value_of(weight))
+    moved, nbytes = bytes_of(value_of(x)) + bytes_of(value_of(result)), bytes_of(value_of(weight))
+    pointwise = all(size == 1 for size in value_of(weight).shape[2:])
+    free = pointwise or weight in plan.constants or _is_made_for(weight, node)
+    free = free or node in plan.packed or extra > 0
+    loss = 0.0 if free else costs.weight_loss * nbytes * min(1.0, nbytes / costs.weight_bytes)
+    strided = call is not None and any(step != 1 for step in call.stride)
+    gain = extra
+    for part in parts_of(node):
+        gain += (costs.strided_gain if strided and part == "input" else costs.activation_gain) * moved
+        gain -= 0.0 if pays(vendor, part, convolution_of(node)) else loss
+    return gain
 
 
 def _plan_call(

@@ -152,14 +152,22 @@ class Convolution:
 class LayoutCosts:
     """Bytes moved, per byte of a tensor; a vendor may bring its own as `layout_costs` (passes/layout.py).
 
-    Defaults are those of oneDNN on a CPU. A conversion reads and writes; channels-last spares part of the
-    blocking of input and result, which the library would do first; a window larger than 1x1 has its weight
-    reordered twice more, which is slower by the byte.
+    Defaults are those of oneDNN on a CPU. A conversion reads and writes; channels-last spares, for the result
+    and for each gradient, part of the blocking of the images, which the library would do first; a window
+    larger than 1x1 has its weight reordered twice more, which is slower by the byte where it is not in the
+    cache.
     """
 
     conversion: float = 2.0
     activation_gain: float = 0.5
+    strided_gain: float = 2.0
+    """The same of transposed convolutions with a stride, and of gradients of the input of such: row-major,
+    they take up to four times as long. Per byte, 1 to 7 are spared: 1.9 of 8 images of 64 channels and 56x56
+    in front of 3x3 by steps of 2, 6.5 of 128 channels from 32x32 to 64 of twice that (2 Intel cores)."""
     weight_loss: float = 4.0
+    weight_bytes: int = 10 << 20
+    """Size from which all of a weight's loss counts, of smaller ones in proportion: 0.8 per byte of 2.1 MB,
+    1.8 of 4.7, 2.7 to 5.8 of 9.4 (the same)."""
     min_positions: int = 256
     """Output positions (batch * height * width) under which the library is slower channels-last: of two
     images, the backward of 512 channels at 7x7 is far slower, that of 256 at 14x14 no longer."""

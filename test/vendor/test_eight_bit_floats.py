@@ -84,7 +84,7 @@ MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "embedding": lambda x: torch.nn.functional.embedding(ROWS, x),
     "repeated": lambda x: x.repeat(2, 2),
     "filled": lambda x: torch.full_like(x, 3.3),
-    "other kind": lambda x: x.to(KINDS[x.dtype == KINDS[0]]),
+    "other kind": lambda x: x.to(KINDS[int(x.dtype == KINDS[0])]),
     "through a kernel": lambda x: ((x.float() * 3).to(x.dtype).float() + 1).to(x.dtype),
 }
 

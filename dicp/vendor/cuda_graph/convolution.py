@@ -68,7 +68,7 @@ def matmul_pays(part: str, conv: Any) -> bool:
     TF32 where that is allowed to products alone."""
     more_rounded = products.precision() == "tf32" != precision()
     exact = conv.dtype == torch.float32 and more_rounded
-    return bool(conv.patches and conv.window != (1, 1) and not exact)
+    return bool(part != "input" and conv.patches and conv.window != (1, 1) and not exact)
 
 
 def padded_channels(node: fx.Node) -> int | None:

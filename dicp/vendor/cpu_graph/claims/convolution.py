@@ -67,6 +67,21 @@ def gathering_pays(conv: Any) -> bool:
     return bool(gathered <= spared + conv.channels[1] * depth * each)
 
 
+FOLDED = 2 << 20, 32 << 20
+"""Bytes of windows up to which a product, and folding it, are ahead of oneDNN's gradient of the input of a
+strided convolution, or its transposed convolution: while they stay in the cache, and of images of a few
+colours. One image of 256 channels and 4x4 to 128 of 8x8: 0.60 ms, and 0.21; of 64 channels, 64x64, and 2x2 to
+32 of 128x128: 0.89 and 0.54, but 8 of those 3.5 and 5.1; 64 images of 64 channels and 16x16 to 3 of 32x32:
+2.4 and 0.80 (calls on two Intel cores of the 5th generation, one-off script)."""
+
+
+def folding_pays(conv: Any) -> bool:
+    """Whether what windows add up to is better a product and its fold (dicp.passes.conv_fold)."""
+    windows = conv.positions * conv.channels[0] * math.prod(conv.window) * conv.dtype.itemsize
+    apart = conv.stride != (1, 1) or conv.size == (1, 1)
+    return bool(apart and windows <= FOLDED[conv.channels[0] <= COLOURS])
+
+
 def matmul_pays(part: str, conv: Any) -> bool:
     """Products with a 1x1 window run at the library's peak either way; as GEMM they write where the program
     wants them, where a convolution allocates its results and reorders its weights at each call. So do those
@@ -80,6 +95,8 @@ def matmul_pays(part: str, conv: Any) -> bool:
         return onednn_has(conv.dtype) and (conv.pointwise or gathers)
     if conv.dtype != torch.float32 or winograd.pays_for(conv):
         return False
+    if part == "input" and not conv.pointwise:
+        return folding_pays(conv)
     few = gathering_pays(conv) if part == "result" else conv.positions < FEW_POSITIONS
     gathers = few or (conv.stored in LOW and conv.patches)
     return conv.pointwise or (part != "input" and gathers)
