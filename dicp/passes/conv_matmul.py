@@ -37,14 +37,15 @@ from dicp.passes.rules import Activations, Emitter, activations_of, finish, repl
 from dicp.vendor.base import Convolution, ConvolutionPart, VendorBase
 
 
-def convolution_of(node: Node) -> Convolution | None:
+def convolution_of(node: Node, activated: bool = False) -> Convolution | None:
     """The convolution that a node computes or differentiates, or of which it computes the input's gradient
     (a transposed one), where a product could stand for it: two dimensions, one group, no dilation, no
     activation; of any size, and with something added, where no window is gathered, else of a known height and
     width. Of windows that overlap the batch is known as well: of more images than were seen, gathering would
-    take as many times the memory."""
+    take as many times the memory. activated: what activation it has does not matter."""
     call = conv_call(node)
-    if call is None or not _is_plain(call) or (call.transposed and call.is_backward):
+    plain = call is not None and _is_plain(call) and (activated or call.act == "none")
+    if call is None or not plain or (call.transposed and call.is_backward):
         return None
     x, weight, result = value_of(call.x), value_of(call.weight), value_of(call.result)
     if call.transposed:
@@ -73,7 +74,7 @@ def convolution_of(node: Node) -> Convolution | None:
 def _is_plain(call: ConvCall) -> bool:
     if call.groups != 1 or any(d != 1 for d in call.dilation):
         return False
-    return call.act == "none" and (call.other is None or same_dtype(call.other, call.node))
+    return call.other is None or same_dtype(call.other, call.node)
 
 
 def _stored(x: Any) -> Any:

@@ -20,20 +20,25 @@ def dense_strides(shape: Shape, order: tuple[int, ...]) -> Shape:
 
 
 def order_of(val: torch.Tensor) -> tuple[int, ...]:
-    """The memory order of a tensor's dims, outermost first; dims of size 1 keep their logical place."""
+    """The memory order of a tensor's dims, outermost first; dims of size 1, which lie anywhere, come before
+    the dim that follows them, the first of all outermost."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     strides = val.stride()
-
-    def later(a: int, b: int) -> bool:
-        return bool(guard_or_false(strides[a] < strides[b])) and not guard_or_false(val.shape[b] == 1)
-
-    order = list(range(val.dim()))
+    single = [d for d, n in enumerate(val.shape) if guard_or_false(n == 1)]
+    order = [d for d in range(val.dim()) if d not in single]
     for end in range(len(order)):  # insertion sort: comparisons of symbolic strides are not a key
         k = end
-        while k > 0 and later(order[k - 1], order[k]) and not guard_or_false(val.shape[order[k]] == 1):
+        while k > 0 and guard_or_false(strides[order[k - 1]] < strides[order[k]]):
             order[k - 1], order[k] = order[k], order[k - 1]
             k -= 1
+    for d in reversed(single):
+        if d == 0:
+            order.insert(0, d)
+        elif d + 1 in order:
+            order.insert(order.index(d + 1), d)
+        else:  # the last dim, behind the one before it
+            order.insert(order.index(d - 1) + 1 if d - 1 in order else len(order), d)
     return tuple(order)
 
 

@@ -14,12 +14,10 @@ import torch.fx as fx
 
 from dicp.compat import size_hint, tensor_handle, tensors_from_handles
 from dicp.ops.conv_call import pair, the_conv_call
-from dicp.passes.conv_matmul import can_be_product, convolution_of
 from dicp.vendor.cpu_graph.claims import depthwise, matmul, winograd
 from dicp.vendor.cpu_graph.claims.common import onednn_has
-from dicp.vendor.cpu_graph.claims.convolution import cuts_patches
+from dicp.vendor.cpu_graph.claims.conv_products import is_frozen_product
 from dicp.vendor.cpu_graph.claims.gemm import panels
-from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl
 from dicp.vendor.cpu_graph.claims.packed_mkl import PackedWeight
 
 
@@ -60,25 +58,12 @@ def packs(node: fx.Node) -> str | None:
         return matmul.packs(node)
     if w.dim() != 4:
         return None
-    if winograd.is_ahead(node) or depthwise.is_ahead(node) or _is_product(node):
+    if winograd.is_ahead(node) or depthwise.is_ahead(node) or is_frozen_product(node):
         return None
     call = the_conv_call(node)
     sizes = [size_hint(n) for n in x.shape]
     how = [list(pair(values)) for values in (call.padding, call.stride, call.dilation)]
     return repr(("conv", *how, call.groups, sizes))
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether a product is ahead of a dicp::conv: of patches of an image, and of 1x1 windows whose result is
-    large, or has a sum, where oneDNN takes 1.06 to 1.5 times as long as tiles for UNet's skips (384 channels
-    to 128 at 64x64, 1024 to 512 at 16x16; two Zen 5 cores)."""
-    conv = convolution_of(node)
-    if conv is None:
-        return False
-    if cuts_patches(conv):
-        return can_be_product(node, conv)
-    added = the_conv_call(node).other is not None and halved_by_mkl()
-    return conv.pointwise and conv.dtype == torch.float32 and (added or matmul.result_is_large(node))
 
 
 def pack(weight: torch.Tensor, form: str) -> Packed | PackedWeight | torch.Tensor:

@@ -38,7 +38,7 @@ from dicp.vendor.cpu_graph.claims.common import (
     multiplies_int8,
     onednn_has,
 )
-from dicp.vendor.cpu_graph.claims.convolution import matmul_pays
+from dicp.vendor.cpu_graph.claims.conv_products import is_frozen_product, matmul_pays
 from dicp.vendor.cpu_graph.claims.matmul import prefers_onednn
 
 __all__ = [
@@ -93,7 +93,8 @@ def supports(target: Any, node: fx.Node) -> bool:
         return linears.linears(node, None) is not None
     if target is torch.ops.dicp.conv.default:
         if node.args[8] in rectified.TOPS:
-            return rectified.serves(node) or winograd.is_ahead(node) or depthwise.is_ahead(node)
+            packed = rectified.serves(node) and not is_frozen_product(node, activated=True)
+            return packed or winograd.is_ahead(node) or depthwise.is_ahead(node)
         if node.args[8] not in (("none",) if node.args[3] is not None else ACTIVATIONS):
             return False  # oneDNN's sums know no activation but ReLU
         if node.args[3] is not None and node.meta["val"].dim() == 3:
