@@ -227,7 +227,8 @@ def _weight_is_free(plan: LayoutPlan, weight: Node, node: Node) -> bool:
     """Whether the weight is had channels-last without moving more, and wanted so: not by an algorithm of the
     vendor's own for one convolution, which reads it as it lies."""
     alone = node.target is not torch.ops.dicp.separable.default
-    own = node in plan.packed or (alone and plan.extra.get(node, 0.0) > 0)
+    gathered = node in plan.products and parts_of(node) == ("result",)  # a product reads it row by row
+    own = node in plan.packed or gathered or (alone and plan.extra.get(node, 0.0) > 0)
     return not own and (_is_made_for(weight, node) or weight in plan.constants)
 
 
@@ -237,7 +238,8 @@ def _is_made_for(source: Node, user: Node) -> bool:
 
 def _gain(node: Node, plan: LayoutPlan, vendor: VendorBase) -> float:
     """What one convolution spares; nothing where the user's own strides are channels-last. A weight costs
-    nothing more that way where it is made in that order anyway, or for a product."""
+    nothing more that way where it is made in that order anyway, or for a product, and one that would be
+    packed nothing at all: that is for channels-last images alone."""
     call, weight, extra, costs = conv_call(node), _weight(node), plan.extra[node], vendor.layout_costs
     x, result = _images(node)[0], node if call is None or not call.is_backward else call.x
     if is_channels_last(value_of(x)):
@@ -248,7 +250,7 @@ def _gain(node: Node, plan: LayoutPlan, vendor: VendorBase) -> float:
     free = free or node in plan.packed or extra > 0
     loss = 0.0 if free else costs.weight_loss * nbytes * min(1.0, nbytes / costs.weight_bytes)
     strided = call is not None and any(step != 1 for step in call.stride)
-    gain = extra
+    gain = extra + (costs.weight_loss * nbytes if node in plan.packed else 0.0)
     for part in parts_of(node):
         gain += (costs.strided_gain if strided and part == "input" else costs.activation_gain) * moved
         gain -= 0.0 if pays(vendor, part, convolution_of(node)) else loss

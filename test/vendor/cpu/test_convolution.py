@@ -112,6 +112,7 @@ def test_patches_of_images_are_a_product(how: str, dtype: torch.dtype) -> None:
         assert calls.count("convolution_backward") == (1 if dtype == torch.bfloat16 else 2)
 
 
+@pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize(
     ("x", "window", "padding", "product"),
     [
@@ -124,15 +125,18 @@ def test_patches_of_images_are_a_product(how: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_few_windows_are_gathered_for_a_product(
-    x: tuple[int, ...], window: tuple[int, ...], padding: int, product: bool
+    x: tuple[int, ...], window: tuple[int, ...], padding: int, product: bool, freeze: bool
 ) -> None:
-    """However the image lies, where what oneDNN's call costs besides multiplying is more."""
+    """However the image lies, where what oneDNN's call costs besides multiplying is more; with a ReLU behind,
+    which a convolution by a frozen weight would have inside."""
     torch._dynamo.reset()
     torch.manual_seed(4)
-    image, weight, graphs = torch.randn(x), torch.randn(window), []  # type: ignore[var-annotated]
+    image, graphs = torch.randn(x), []  # type: ignore[var-annotated]
+    conv = torch.nn.Conv2d(window[1], window[0], window[2], padding=padding)
+    model = torch.nn.Sequential(conv, torch.nn.ReLU())
     with torch.no_grad(), observe(graphs.append):
-        got = torch.compile(F.conv2d, backend="dicp_cpu")(image, weight, padding=padding)
-    want = F.conv2d(image.double(), weight.double(), padding=padding)
+        got = torch.compile(model, backend="dicp_cpu", options={"freeze": freeze})(image)
+        want = copy.deepcopy(model).double()(image.double())
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
     assert got.stride() == want.stride()
     (call,) = [c.claim.name.split(":")[0] for g in graphs for c in g.program.library_calls]
