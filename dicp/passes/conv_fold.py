@@ -27,7 +27,7 @@ def product(emit: Emitter, rows: Any, weight: Any, conv: Convolution) -> Node:
     """What each position adds to its window: [positions, window * C], or [positions, C * window] where the
     weight is larger than what is made of it, and so is left as it lies.  rows: [positions, O], weight:
     [O,C,KH,KW]."""
-    if by_channel(weight, conv):
+    if _by_channel(weight, conv):
         weight = emit(aten.permute.default, weight, [0, 2, 3, 1])
     if not value_of(weight).is_contiguous():
         weight = emit(aten.clone.default, weight, memory_format=torch.contiguous_format)
@@ -35,12 +35,7 @@ def product(emit: Emitter, rows: Any, weight: Any, conv: Convolution) -> Node:
     return emit(aten.mm.default, rows, emit(aten.view.default, weight, [depth, torch.Size(window).numel()]))
 
 
-def apart(conv: Convolution) -> bool:
-    """Whether no windows overlap, so that folding adds nothing up."""
-    return all(n == 1 or k <= s for n, k, s in zip(conv.size, conv.window, conv.stride, strict=True))
-
-
-def by_channel(weight: Any, conv: Convolution) -> bool:
+def _by_channel(weight: Any, conv: Convolution) -> bool:
     """Whether channels lie side by side in a product's rows, as the image wants them."""
     value = value_of(weight)
     return value.is_contiguous(memory_format=torch.channels_last) or conv.positions >= value.shape[0]
@@ -49,7 +44,7 @@ def by_channel(weight: Any, conv: Convolution) -> bool:
 def fold(emit: Emitter, rows: Node, weight: Any, conv: Convolution, sizes: Sequence[int]) -> Node:
     """A product's rows -> [B,C,H,W], channels-last, of these sizes (height, width)."""
     c, *window = value_of(weight).shape[1:]
-    if by_channel(weight, conv):
+    if _by_channel(weight, conv):
         parts = emit(aten.view.default, rows, [-1, *conv.size, *window, c])
     else:
         parts = emit(aten.view.default, rows, [-1, *conv.size, c, *window])
@@ -109,4 +104,4 @@ def _added_up(emit: Emitter, parts: Node, axes: Sequence[_Axis]) -> Node:
     return functools.reduce(lambda total, part: emit(aten.add.Tensor, total, part), laid)
 
 
-__all__ = ["apart", "fold", "product"]
+__all__ = ["fold", "product"]

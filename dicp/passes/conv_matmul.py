@@ -65,7 +65,7 @@ def convolution_of(node: Node, activated: bool = False) -> Convolution | None:
         dtype=x.dtype,
         stored=value_of(_stored(call.x)).dtype,
     )
-    sizes = (*x.shape[2:], *result.shape[2:], *([] if conv.patches else [x.shape[0]]))
+    sizes = (*x.shape[2:], *result.shape[2:], *([] if conv.apart else [x.shape[0]]))
     known = all(isinstance(n, int) for n in sizes)
     rows_as_they_are = conv.pointwise and not call.transposed
     return conv if rows_as_they_are or (known and call.other is None) else None
@@ -240,7 +240,7 @@ def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
 
     if of_input and 0 in users:
         operands = (grad, weight)
-        if conv_fold.apart(conv):
+        if conv.apart:
             dx = _multiplied(node, users[0], operands, input_gradient, vendor)
         else:
             dx = input_gradient(emit, *operands)
@@ -275,7 +275,7 @@ def _transposed(node: Node, conv: Convolution, vendor: VendorBase) -> None:
         return _ordered(emit, y, of)
 
     operands = (call.x, call.weight)
-    if call.bias is None and conv_fold.apart(conv):
+    if call.bias is None and conv.apart:
         y = _multiplied(node, node, operands, product, vendor)
     else:  # rounded once, when all is added up
         y = product(emit, *operands)

@@ -143,6 +143,11 @@ class Convolution:
         return self.window == self.stride and self.padding == (0, 0)
 
     @property
+    def apart(self) -> bool:
+        """Whether no windows overlap, so that all together take no more memory than the image."""
+        return all(n == 1 or k <= s for n, k, s in zip(self.size, self.window, self.stride, strict=True))
+
+    @property
     def pointwise(self) -> bool:
         """Whether x's rows are the positions as they are."""
         return self.window == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)

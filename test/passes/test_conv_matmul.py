@@ -401,7 +401,7 @@ def test_which_convolution() -> None:
     assert convolution_of(node) == Convolution(18, (3, 3), (3, 6), (3, 2), (2, 2), (1, 1), *dtypes)
 
 
-@pytest.mark.parametrize(("window", "stride", "product"), [(3, 1, False), (2, 2, True), (1, 1, True)])
+@pytest.mark.parametrize(("window", "stride", "product"), [(3, 1, False), (2, 2, True), (2, 3, True), (6, 1, True), (1, 1, True)])
 def test_of_windows_that_overlap_the_batch_is_known(window: int, stride: int, product: bool) -> None:
     """Of 64 images the gathered windows would take 16 times the memory that 4 do."""
     register()

@@ -48,19 +48,24 @@ def gathering_pays(conv: Any, frozen: bool = False) -> bool:
     return bool(gathered <= spared + (0 if frozen else conv.channels[1] * depth * each))
 
 
-FOLDED = 2 << 20, 32 << 20
+FOLDED, FOLDED_COLOURS, FOLDED_DEPTH = 2 << 20, 32 << 20, 256
 """Bytes of windows up to which a product, and folding it, are ahead of oneDNN's gradient of the input of a
-strided convolution, or its transposed convolution: while they stay in the cache, and of images of a few
-colours. One image of 256 channels and 4x4 to 128 of 8x8: 0.60 ms, and 0.21; of 64 channels, 64x64, and 2x2 to
-32 of 128x128: 0.89 and 0.54, but 8 of those 3.5 and 5.1; 64 images of 64 channels and 16x16 to 3 of 32x32:
-2.4 and 0.80 (calls on two Intel cores of the 5th generation, one-off script)."""
+strided convolution, or its transposed convolution: while they stay in the cache, if the product is that
+deep, and in proportion if it is shallower; and of images of a few colours. One image of 256 channels and
+4x4 to 128 of 8x8: 0.38 ms, and 0.12; of 64 channels, 64x64, and 2x2 to 32 of 128x128 (2 MB): 0.32 and
+0.40; 64 images of 64 channels and 16x16 to 3 of 32x32: 2.5 and 0.85 (calls on two Intel cores of the 5th
+generation, one-off script)."""
 
 
 def folding_pays(conv: Any) -> bool:
     """Whether what windows add up to is better a product and its fold (dicp.passes.conv_fold)."""
     windows = conv.positions * conv.channels[0] * math.prod(conv.window) * conv.dtype.itemsize
-    apart = conv.stride != (1, 1) or conv.size == (1, 1)
-    return bool(apart and windows <= FOLDED[conv.channels[0] <= COLOURS])
+    if conv.channels[0] <= COLOURS:
+        most = float(FOLDED_COLOURS)
+    else:
+        most = FOLDED * min(1.0, conv.channels[1] / FOLDED_DEPTH)
+    alone = conv.size == (1, 1)  # nothing is added up: the windows are the images
+    return alone or bool(conv.stride != (1, 1) and windows <= most)
 
 
 def matmul_pays(part: str, conv: Any) -> bool:
