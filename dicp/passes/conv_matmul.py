@@ -38,14 +38,15 @@ from dicp.vendor.base import Convolution, ConvolutionPart, VendorBase
 
 
 def convolution_of(node: Node, activated: bool = False) -> Convolution | None:
-    """The convolution that a node computes or differentiates, or of which it computes the input's gradient
-    (a transposed one), where a product could stand for it: two dimensions, one group, no dilation, no
-    activation; of any size, and with something added, where no window is gathered, else of a known height and
-    width. Of windows that overlap the batch is known as well: of more images than were seen, gathering would
-    take as many times the memory. activated: what activation it has does not matter."""
+    """The convolution that a node computes or differentiates, or of which it computes the input's gradient (a
+    transposed one, whose own gradients are the others), where a product could stand for it: two dimensions,
+    one group, no dilation, no activation; of any size, and with something added, where no window is
+    gathered, else of a known height and width. Of windows that overlap the batch is known as well: of more
+    images than were seen, gathering would take as many times the memory. activated: what activation it has
+    does not matter."""
     call = conv_call(node)
     plain = call is not None and _is_plain(call) and (activated or call.act == "none")
-    if call is None or not plain or (call.transposed and call.is_backward):
+    if call is None or not plain:
         return None
     x, weight, result = value_of(call.x), value_of(call.weight), value_of(call.result)
     if call.transposed:
@@ -214,41 +215,48 @@ def _replace(old: Node, product: Node, shaped: Callable[[Node, Node], Node]) -> 
 def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
     call = the_conv_call(node)
     grad, x, weight = call.grad, call.x, call.weight
-    ready = _ready(x, weight, conv)
-    of_input = call.mask[0] and (ready or not conv.pointwise) and pays(vendor, "input", conv)
+    image, of_positions = (grad, x) if call.transposed else (x, grad)
+    ready, folds = _ready(image, weight, conv), not (call.transposed or conv.pointwise)
+    of_x: ConvolutionPart = "result" if call.transposed else "input"
+    of_input = call.mask[0] and (ready or folds) and pays(vendor, of_x, conv)
     of_weight = call.mask[1] and ready and pays(vendor, "weight", conv)
     users = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     if not (of_input or of_weight) or len(users) != len(node.users):
         return
     emit = Emitter(node)
 
-    grad_rows = functools.cache(lambda grad: _channels_as_rows(emit, grad))
+    as_rows = functools.cache(lambda x: _channels_as_rows(emit, x))
+    windows = functools.cache(lambda image: _rows(emit, image, conv))
 
     def input_gradient(emit: Emitter, grad: Any, weight: Any) -> Node:
-        if not conv.pointwise:
-            return conv_fold.product(emit, grad_rows(grad), weight, conv)
-        return emit(aten.mm.default, grad_rows(grad), _flat_weight(emit, weight))
+        if folds:
+            return conv_fold.product(emit, as_rows(grad), weight, conv)
+        if call.transposed:
+            columns = emit(aten.permute.default, _flat_weight(emit, weight), [1, 0])
+            return emit(aten.mm.default, windows(grad), columns)
+        return emit(aten.mm.default, as_rows(grad), _flat_weight(emit, weight))
 
     def input_image(dx: Node, of: Node) -> Node:
-        if not conv.pointwise:
+        if folds:
             return _ordered(emit, conv_fold.fold(emit, dx, weight, conv, value_of(x).shape[2:]), of)
-        return _image(emit, dx, x, x, conv)
+        dx = _image(emit, dx, x, x, conv)
+        return _ordered(emit, dx, of) if call.transposed else dx
 
-    def weight_gradient(emit: Emitter, grad: Any, x: Any) -> Node:
-        by_channel = emit(aten.permute.default, grad_rows(grad), [1, 0])
-        return emit(aten.mm.default, by_channel, _rows(emit, x, conv))
+    def weight_gradient(emit: Emitter, of_positions: Any, image: Any) -> Node:
+        by_channel = emit(aten.permute.default, as_rows(of_positions), [1, 0])
+        return emit(aten.mm.default, by_channel, windows(image))
 
     if of_input and 0 in users:
         operands = (grad, weight)
-        if conv.apart:
-            dx = _multiplied(node, users[0], operands, input_gradient, vendor)
-        else:
+        if folds and not conv.apart:
             dx = input_gradient(emit, *operands)
+        else:
+            dx = _multiplied(node, users[0], operands, input_gradient, vendor)
         _replace(users.pop(0), dx, input_image)
     if of_weight and 1 in users:
         old = users.pop(1)
         shape = list(value_of(weight).shape)
-        dw = _multiplied(node, old, (grad, x), weight_gradient, vendor)
+        dw = _multiplied(node, old, (of_positions, image), weight_gradient, vendor)
         _replace(old, dw, lambda dw, of: _as_traced(emit, emit(aten.view.default, dw, shape), of))
     if 2 in users:
         replace(users.pop(2), emit(aten.sum.dim_IntList, grad, [0, 2, 3]))

@@ -28,6 +28,13 @@ class Folds(claims):
         return part == "input"
 
 
+class Everything(claims):
+    """One that wants every product."""
+
+    def matmul_pays(self, part: ConvolutionPart, conv: Convolution) -> bool:
+        return True
+
+
 class Widens(Folds):
     """The same, which computes convolutions of a low precision in float32, but products as stored."""
 
@@ -169,6 +176,42 @@ graph(arg0_1: f32[2,6,2,2], arg1_1: f32[2,3,5,4], arg2_1: f32[6,3,2,2]):
   v16: f32[2,5,4,3] = clone(v15, memory_format=contiguous_format)
   v17: f32[2,3,5,4] = permute(v16, [0,3,1,2])
   return v17
+""",
+        )
+
+    def test_gradients_of_a_transposed_convolution(self) -> None:
+        """Are what a convolution computes, and the gradient of its weight, of windows of what comes back."""
+
+        def f(g: T, x: T, w: T) -> tuple[T, T, T]:
+            how = ([2, 1], [0, 1], [1, 1], True, [1, 0], 1, [True, True, True])
+            return aten.convolution_backward.default(last(g), last(x), w, [6], *how)
+
+        g = graph_of(f, (2, 6, 12, 4), (2, 3, 5, 4), (3, 6, 3, 3))
+        self.assertExpectedInline(
+            show(self.check(rewrite_conv_matmul, canonicalize(g), Everything())),
+            """\
+graph(arg0_1: f32[2,6,12,4], arg1_1: f32[2,3,5,4], arg2_1: f32[3,6,3,3]):
+  v0: f32[2,6,12,4] = clone(arg0_1, memory_format=channels_last)
+  v1: f32[2,3,5,4] = clone(arg1_1, memory_format=channels_last)
+  v2: f32[3,54] = view(arg2_1, [3,54])
+  v3: f32[54,3] = permute(v2, [1,0])
+  v4: f32[2,6,12,6] = constant_pad_nd(v0, [1,1,0,0], 0)
+  v5: f32[2,6,5,6,3] = unfold(v4, 2, 3, 2)
+  v6: f32[2,6,5,4,3,3] = unfold(v5, 3, 3, 1)
+  v7: f32[2,5,4,6,3,3] = permute(v6, [0,2,3,1,4,5])
+  v8: f32[2,5,4,6,3,3] = clone(v7, memory_format=contiguous_format)
+  v9: f32[40,54] = view(v8, [-1,54])
+  v10: f32[40,3] = mm(v9, v3)
+  v11: f32[2,5,4,3] = view(v10, [-1,5,4,3])
+  v12: f32[2,3,5,4] = permute(v11, [0,3,1,2])
+  v13: f32[2,5,4,3] = permute(v1, [0,2,3,1])
+  v14: f32[40,3] = view(v13, [-1,3])
+  v15: f32[3,40] = permute(v14, [1,0])
+  v16: f32[3,54] = mm(v15, v9)
+  v17: f32[3,6,3,3] = view(v16, [3,6,3,3])
+  v18: f32[3,6,3,3] = clone(v17, memory_format=channels_last)
+  v19: f32[6] = sum.dim_IntList(v0, [0,2,3])
+  return v12, v18, v19
 """,
         )
 
