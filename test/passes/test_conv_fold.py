@@ -242,16 +242,21 @@ graph(arg0_1: f32[2,6,12,4], arg1_1: f32[2,3,5,4], arg2_1: f32[3,6,3,3]):
             self.assertEqual(show(self.check(rewrite_conv_matmul, g, Folds())), text)
 
     def test_only_windows_side_by_side_are_rounded_before_they_are_added_up(self) -> None:
-        def text(window: int) -> str:
-            g = graph_of(
-                lambda x, w: F.conv_transpose2d(last(x), w, stride=2),
-                *(torch.randn(s).bfloat16() for s in ((2, 4, 5, 4), (4, 6, window, window))),
-            )
+        def text(window: int, gradient: bool) -> str:
+            def f(g: T, w: T) -> T:
+                if not gradient:
+                    return F.conv_transpose2d(last(g), w, stride=2)
+                x = g.new_zeros(2, 6, 8 + window, 6 + window)
+                return input_gradient(last(g), last(x), w, 2, 0)
+
+            shapes = (2, 4, 5, 4), (4, 6, window, window)
+            g = graph_of(f, *(torch.randn(s).bfloat16() for s in shapes))
             vendor = Widens()
             return show(self.check(rewrite_conv_matmul, widen(canonicalize(g), vendor), vendor))
 
-        self.assertIn("bf16[40,24] = mm(", text(2))
-        self.assertIn("f32[40,54] = mm(", text(3))
+        for gradient in (False, True):
+            self.assertIn("bf16[40,24] = mm(", text(2, gradient))
+            self.assertIn("f32[40,54] = mm(", text(3, gradient))
 
 
 CALLS = {

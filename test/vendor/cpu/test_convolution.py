@@ -143,6 +143,25 @@ def test_few_windows_are_gathered_for_a_product(
     assert (call not in ("conv", "convolution")) == product
 
 
+def test_a_weight_that_is_packed_makes_images_channels_last() -> None:
+    """Row-major it would be brought into oneDNN's order at each call. What is gathered keeps its own order."""
+    torch._dynamo.reset()
+    torch.manual_seed(4)
+    layers = (torch.nn.Conv2d(4, 16, 4, 4), torch.nn.ReLU(), torch.nn.Conv2d(16, 64, 5, 2), torch.nn.ReLU())
+    model, x, graphs = torch.nn.Sequential(*layers), torch.randn(1, 4, 128, 128), []  # type: ignore[var-annotated]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean((2, 3))
+
+    with torch.no_grad(), observe(graphs.append):
+        got = torch.compile(fn, backend="dicp_cpu", options={"freeze": True})(x)
+        torch.testing.assert_close(got, fn(x))
+    (graph,) = graphs
+    assert [form for form in graph.folding.forms if form] == [graph.folding.forms[-1]]
+    calls = [c.claim.name.split(":")[0] for c in graph.program.library_calls]
+    assert len(calls) == 2 and calls.count("conv") == 1
+
+
 def test_gradients_of_what_lies_half_channels_last() -> None:
     """What comes back to the first convolution is channels-last, its image row-major."""
     torch._dynamo.reset()
