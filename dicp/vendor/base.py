@@ -226,7 +226,8 @@ class VendorBase:
         raise CacheError(f"{self.name} loads no programs")
 
     def matmul_pays(self, part: ConvolutionPart, conv: Convolution) -> bool:
-        """Whether a convolution's result or gradient is better a matrix product (passes/conv_matmul.py)."""
+        """Whether a convolution's result or gradient is better a matrix product (passes/conv_matmul.py). A
+        transposed convolution is the input's gradient of another, which is what is asked about."""
         return False
 
     def computes_wide(self, node: fx.Node) -> bool:
