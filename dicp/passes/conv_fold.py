@@ -23,11 +23,18 @@ from dicp.passes.rules import Emitter
 from dicp.vendor.base import Convolution
 
 
-def product(emit: Emitter, rows: Any, weight: Any, conv: Convolution) -> Node:
-    """What each position adds to its window: [positions, window * C], or [positions, C * window] where the
-    weight is larger than what is made of it, and so is left as it lies.  rows: [positions, O], weight:
-    [O,C,KH,KW]."""
-    if _by_channel(weight, conv):
+def lays_by_channel(weight: Any, conv: Convolution) -> bool:
+    """Whether the channels of a product's rows had better lie side by side, as the image wants them: not
+    where the weight is larger than what is made of it, and so is left as it lies. To be asked once: what a
+    product reads may lie otherwise than the weight that the convolution has, which may be a copy of it."""
+    value = value_of(weight)
+    return value.is_contiguous(memory_format=torch.channels_last) or conv.positions >= value.shape[0]
+
+
+def product(emit: Emitter, rows: Any, weight: Any, by_channel: bool) -> Node:
+    """What each position adds to its window: [positions, window * C], or [positions, C * window] if not
+    by_channel.  rows: [positions, O], weight: [O,C,KH,KW]."""
+    if by_channel:
         weight = emit(aten.permute.default, weight, [0, 2, 3, 1])
     if not value_of(weight).is_contiguous():
         weight = emit(aten.clone.default, weight, memory_format=torch.contiguous_format)
@@ -35,16 +42,10 @@ def product(emit: Emitter, rows: Any, weight: Any, conv: Convolution) -> Node:
     return emit(aten.mm.default, rows, emit(aten.view.default, weight, [depth, torch.Size(window).numel()]))
 
 
-def _by_channel(weight: Any, conv: Convolution) -> bool:
-    """Whether channels lie side by side in a product's rows, as the image wants them."""
-    value = value_of(weight)
-    return value.is_contiguous(memory_format=torch.channels_last) or conv.positions >= value.shape[0]
-
-
-def fold(emit: Emitter, rows: Node, weight: Any, conv: Convolution, sizes: Sequence[int]) -> Node:
+def fold(emit: Emitter, rows: Node, by_channel: bool, conv: Convolution, sizes: Sequence[int]) -> Node:
     """A product's rows -> [B,C,H,W], channels-last, of these sizes (height, width)."""
-    c, *window = value_of(weight).shape[1:]
-    if _by_channel(weight, conv):
+    c, window = conv.channels[0], conv.window
+    if by_channel:
         parts = emit(aten.view.default, rows, [-1, *conv.size, *window, c])
     else:
         parts = emit(aten.view.default, rows, [-1, *conv.size, c, *window])
@@ -104,4 +105,4 @@ def _added_up(emit: Emitter, parts: Node, axes: Sequence[_Axis]) -> Node:
     return functools.reduce(lambda total, part: emit(aten.add.Tensor, total, part), laid)
 
 
-__all__ = ["fold", "product"]
+__all__ = ["fold", "lays_by_channel", "product"]

@@ -91,9 +91,10 @@ def _stored(x: Any) -> Any:
 def parts_of(node: Node) -> tuple[ConvolutionPart, ...]:
     """What a call computes of the convolution that `convolution_of` is about."""
     call = conv_call(node)
+    transposed = call is not None and call.transposed
     if call is None or not call.is_backward:
-        return ("input",) if call is not None and call.transposed else ("result",)
-    of_x: ConvolutionPart = "result" if call.transposed else "input"
+        return ("input",) if transposed else ("result",)
+    of_x: ConvolutionPart = "result" if transposed else "input"
     parts: tuple[ConvolutionPart, ...] = (of_x, "weight")
     return tuple(part for part, asked in zip(parts, call.mask, strict=False) if asked)
 
@@ -225,12 +226,13 @@ def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
         return
     emit = Emitter(node)
 
+    by_channel = conv_fold.lays_by_channel(weight, conv)
     as_rows = functools.cache(lambda x: _channels_as_rows(emit, x))
     windows = functools.cache(lambda image: _rows(emit, image, conv))
 
     def input_gradient(emit: Emitter, grad: Any, weight: Any) -> Node:
         if folds:
-            return conv_fold.product(emit, as_rows(grad), weight, conv)
+            return conv_fold.product(emit, as_rows(grad), weight, by_channel)
         if call.transposed:
             columns = emit(aten.permute.default, _flat_weight(emit, weight), [1, 0])
             return emit(aten.mm.default, windows(grad), columns)
@@ -238,7 +240,7 @@ def _gradients(node: Node, conv: Convolution, vendor: VendorBase) -> None:
 
     def input_image(dx: Node, of: Node) -> Node:
         if folds:
-            return _ordered(emit, conv_fold.fold(emit, dx, weight, conv, value_of(x).shape[2:]), of)
+            return _ordered(emit, conv_fold.fold(emit, dx, by_channel, conv, value_of(x).shape[2:]), of)
         dx = _image(emit, dx, x, x, conv)
         return _ordered(emit, dx, of) if call.transposed else dx
 
@@ -271,13 +273,13 @@ def _transposed(node: Node, conv: Convolution, vendor: VendorBase) -> None:
     call = the_conv_call(node)
     if not pays(vendor, "input", conv) or not _of_one_dtype(call):
         return
-    emit = Emitter(node)
+    emit, by_channel = Emitter(node), conv_fold.lays_by_channel(call.weight, conv)
 
     def product(emit: Emitter, x: Any, weight: Any) -> Node:
-        return conv_fold.product(emit, _channels_as_rows(emit, x), weight, conv)
+        return conv_fold.product(emit, _channels_as_rows(emit, x), weight, by_channel)
 
     def image(rows: Node, of: Node) -> Node:
-        y = conv_fold.fold(emit, rows, call.weight, conv, value_of(node).shape[2:])
+        y = conv_fold.fold(emit, rows, by_channel, conv, value_of(node).shape[2:])
         if call.bias is not None:
             y = emit(aten.add.Tensor, y, emit(aten.view.default, call.bias, [-1, 1, 1]))
         return _ordered(emit, y, of)

@@ -128,7 +128,8 @@ def _laid_out_as(graph: Graph, source: Node, like: torch.Tensor) -> Node:
 
 
 def _is_product(node: Node, vendor: VendorBase) -> bool:
-    return any(pays(vendor, part, convolution_of(node)) for part in parts_of(node))
+    conv = convolution_of(node)
+    return any(pays(vendor, part, conv) for part in parts_of(node))
 
 
 def _may_pay(gm: GraphModule, plan: LayoutPlan, costs: LayoutCosts) -> bool:
@@ -250,10 +251,11 @@ def _gain(node: Node, plan: LayoutPlan, vendor: VendorBase) -> float:
     free = free or node in plan.packed or extra > 0
     loss = 0.0 if free else costs.weight_loss * nbytes * min(1.0, nbytes / costs.weight_bytes)
     strided = call is not None and any(step != 1 for step in call.stride)
+    conv = convolution_of(node)
     gain = extra + (costs.weight_loss * nbytes if node in plan.packed else 0.0)
     for part in parts_of(node):
         gain += (costs.strided_gain if strided and part == "input" else costs.activation_gain) * moved
-        gain -= 0.0 if pays(vendor, part, convolution_of(node)) else loss
+        gain -= 0.0 if pays(vendor, part, conv) else loss
     return gain
 
 

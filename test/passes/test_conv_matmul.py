@@ -252,7 +252,7 @@ graph(arg0_1: f32[2,3,5,4], arg1_1: f32[2,6,5,4], arg2_1: f32[6,3,3,3]):
             (lambda x, w: F.conv2d(x, w), (2, 4, 5, 4), (6, 4, 1, 1)),  # not channels-last
             (lambda x, w: F.conv2d(last(x), w, groups=2), (2, 4, 5, 4), (6, 2, 1, 1)),
             (lambda x, w: F.conv2d(last(x), w, dilation=2), (2, 4, 5, 4), (6, 4, 2, 2)),
-            (lambda x, w: F.conv_transpose2d(last(x), w), (2, 4, 5, 4), (4, 6, 2, 2)),  # this vendor's
+            (lambda x, w: F.conv_transpose2d(last(x), w), (2, 4, 5, 4), (4, 6, 2, 2)),  # would be folded
         ]
         for f, *shapes in stays:
             g = canonicalize(graph_of(f, *shapes))
@@ -401,7 +401,10 @@ def test_which_convolution() -> None:
     assert convolution_of(node) == Convolution(18, (3, 3), (3, 6), (3, 2), (2, 2), (1, 1), *dtypes)
 
 
-@pytest.mark.parametrize(("window", "stride", "product"), [(3, 1, False), (2, 2, True), (2, 3, True), (6, 1, True), (1, 1, True)])
+@pytest.mark.parametrize(
+    ("window", "stride", "product"),
+    [(3, 1, False), (2, 2, True), (2, 3, True), (6, 1, True), (1, 1, True)],
+)
 def test_of_windows_that_overlap_the_batch_is_known(window: int, stride: int, product: bool) -> None:
     """Of 64 images the gathered windows would take 16 times the memory that 4 do."""
     register()

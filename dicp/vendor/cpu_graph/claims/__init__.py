@@ -93,8 +93,9 @@ def supports(target: Any, node: fx.Node) -> bool:
         return linears.linears(node, None) is not None
     if target is torch.ops.dicp.conv.default:
         if node.args[8] in rectified.TOPS:
-            packed = rectified.serves(node) and not is_frozen_product(node, activated=True)
-            return packed or winograd.is_ahead(node) or depthwise.is_ahead(node)
+            if winograd.is_ahead(node) or depthwise.is_ahead(node):
+                return True
+            return rectified.serves(node) and not is_frozen_product(node, activated=True)
         if node.args[8] not in (("none",) if node.args[3] is not None else ACTIVATIONS):
             return False  # oneDNN's sums know no activation but ReLU
         if node.args[3] is not None and node.meta["val"].dim() == 3:

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from dicp.ops.conv_call import the_conv_call
 from dicp.passes.conv_matmul import can_be_product, convolution_of
-from dicp.vendor.cpu_graph.claims import depthwise, matmul, winograd
+from dicp.vendor.cpu_graph.claims import matmul, winograd
 from dicp.vendor.cpu_graph.claims.common import LOW, onednn_has
 from dicp.vendor.cpu_graph.claims.matmul import halved_by_mkl
 
@@ -95,7 +95,7 @@ def is_frozen_product(node: fx.Node, activated: bool = False) -> bool:
     to 512 at 16x16; two Zen 5 cores). activated: whether it would be, if the activation that it has was left
     out of it."""
     conv = convolution_of(node, activated)
-    if conv is None or winograd.is_ahead(node) or depthwise.is_ahead(node):
+    if conv is None:
         return False
     if cuts_patches(conv):
         return can_be_product(node, conv)
