@@ -24,6 +24,7 @@ from dicp.passes.rewrite_conv import rewrite_conv
 from dicp.passes.rewrite_conv1d import rewrite_conv1d
 from dicp.passes.rewrite_dot import rewrite_dot
 from dicp.passes.rewrite_dropout import rewrite_dropout
+from dicp.passes.rewrite_few_channels import rewrite_few_channels
 from dicp.passes.rewrite_linear import rewrite_linear
 from dicp.passes.rewrite_linears import rewrite_linears
 from dicp.passes.rewrite_norm import rewrite_norm
@@ -76,6 +77,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("rewrite_scatter", rewrite_scatter, "any time after the first"),
     Pass("rewrite_attention", rewrite_attention, "before linear: the products inside are its own"),
     Pass("rewrite_dot", rewrite_dot, "after attention, which takes its own"),
+    Pass("rewrite_few_channels", rewrite_few_channels, "after attention; before linear, which takes these"),
     Pass("rewrite_conv1d", rewrite_conv1d, "before all that is for images"),
     Pass("rewrite_whole_window", rewrite_whole_window, "after 1-D ones, before all that is for convolutions"),
     Pass("widen", widen, "after attention, which matches low precision; before the calls it would hide"),

@@ -92,29 +92,49 @@ def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
 
 
 def relay(gm: GraphModule, values: Mapping[Node, torch.Tensor]) -> None:
-    """Give placeholders other values, which differ in their strides. What follows is computed again; what
-    needs the strides that were traced (a view, or a call that reads them) gets a copy."""
+    """Give nodes other values, which differ in their strides. What follows is computed again; what needs the
+    strides that were traced (a view, a call that reads them, a result that is not free) gets a copy."""
     traced: dict[Node, Any] = {node: value_of(node) for node in values}
     copies: dict[Node, Node] = {}
+
+    def as_traced(source: Node, reader: Node) -> Node:
+        if source not in copies:
+            with gm.graph.inserting_before(reader):
+                copies[source] = _laid_out_as(gm.graph, source, traced[source])
+        return copies[source]
+
     mode = fake_mode_of(list(traced.values())) or FakeTensorMode()
     with mode, quiet_shapes(mode):
         for node, value in values.items():
             node.meta["val"] = value
-        for node in list(gm.graph.nodes):
-            moved = [n for n in node.all_input_nodes if n in traced]
-            if node.op != "call_function" or not moved:
-                continue
+        for node in _followers(gm.graph, traced):
             new = _called(node, {n: value_of(n) for n in node.all_input_nodes})
             if new is None:
-                for source in moved:
-                    if source not in copies:
-                        with gm.graph.inserting_before(node):
-                            copies[source] = _laid_out_as(gm.graph, source, traced[source])
-                    node.replace_input_with(source, copies[source])
+                for source in [n for n in node.all_input_nodes if n in traced]:
+                    node.replace_input_with(source, as_traced(source, node))
                 continue
             old, node.meta["val"] = value_of(node), new
             if not isinstance(old, torch.Tensor) or not same_stride(old, new):
                 traced[node] = old
+        output, free = gm.graph.output_node(), gm.meta.get(FREE_OUTPUTS, ())
+        results = [
+            as_traced(r, output) if isinstance(r, Node) and r in traced and i not in free else r
+            for i, r in enumerate(output.args[0])  # type: ignore[arg-type]
+        ]
+        output.args = (type(output.args[0])(results),)
+
+
+def _followers(graph: Graph, traced: Mapping[Node, Any]) -> Iterator[Node]:
+    """The calls that read any of the nodes, to which the caller adds as it goes, in the graph's order."""
+    pending = {user for node in traced for user in node.users}
+    for node in graph.nodes:
+        if not pending:
+            return
+        if node in pending:
+            pending.remove(node)
+            if node.op == "call_function":
+                yield node
+                pending.update(node.users if node in traced else ())
 
 
 def _laid_out_as(graph: Graph, source: Node, like: torch.Tensor) -> Node:

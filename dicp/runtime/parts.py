@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from dicp.config import Config
 from dicp.errors import UnsupportedOp, VendorError
+from dicp.ir.memory_order import order_of
 from dicp.ir.printer import op_name, show, user_location
 from dicp.ops.aliases import base_of
 from dicp.passes.facts import writes_input
@@ -33,7 +34,7 @@ from dicp.runtime.verification import Checked, Due, maker
 from dicp.schedule.defs import Call, Lowered
 from dicp.schedule.memory import MemoryPlan
 from dicp.schedule.partition import Part, is_size
-from dicp.schedule.strides import dense_strides, order_of
+from dicp.schedule.strides import dense_strides
 from dicp.schedule.traced import may_be_marked
 from dicp.vendor.asking import remedy
 from dicp.vendor.base import Claim, GraphVendor

@@ -17,21 +17,14 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.index import Index, Var
+from dicp.ir.memory_order import no_overlap, order_of
 from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.schedule.defs import Buffer, Lowered, Pointwise, Reduction, Scatter, View
 from dicp.schedule.program_device import ProgramDevice
 from dicp.schedule.splitting import split_extent
-from dicp.schedule.strides import (
-    affine_window,
-    dense_strides,
-    loop_vars,
-    no_negative,
-    no_overlap,
-    order_of,
-    strides_agree,
-)
+from dicp.schedule.strides import affine_window, dense_strides, loop_vars, no_negative, strides_agree
 from dicp.schedule.symbols import Symbols
 from dicp.schedule.traced import note_of, shape_env
 from dicp.vendor.asking import remedy

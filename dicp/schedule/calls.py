@@ -12,11 +12,12 @@ import torch.fx as fx
 from dicp.compat import known_equal
 from dicp.errors import UnsupportedOp
 from dicp.ir.expr import Expr
+from dicp.ir.memory_order import no_overlap, order_of
 from dicp.ir.printer import user_location
 from dicp.ir.value import Indices, Shape, Value
 from dicp.ops.aliases import base_of, is_foreign, order_in_memory, places_in_memory, returns_alias
 from dicp.schedule.defs import Buffer, Call, Raw, View, leaves
-from dicp.schedule.strides import dense_strides, no_overlap, order_of, strides_agree
+from dicp.schedule.strides import dense_strides, strides_agree
 from dicp.schedule.traced import is_strided, note_of
 
 if TYPE_CHECKING:

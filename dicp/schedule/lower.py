@@ -23,6 +23,7 @@ from dicp.config import Config
 from dicp.errors import DicpError, InternalError, VendorError
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
+from dicp.ir.memory_order import no_overlap
 from dicp.ir.meta_keys import LAYOUT_KEY, PACKED, ROUNDED
 from dicp.ir.printer import op_name, user_location
 from dicp.ir.value import Indices, Shape, Value
@@ -45,7 +46,7 @@ from dicp.schedule.calls import (
 from dicp.schedule.defs import Buffer, Host, Lowered, Pointwise, Raw, Reduction, Scatter, leaves
 from dicp.schedule.readers import Readers, is_indirect
 from dicp.schedule.results import finish
-from dicp.schedule.strides import no_overlap, strides_agree
+from dicp.schedule.strides import strides_agree
 from dicp.schedule.traced import (
     held,
     is_reindexed,

@@ -11,20 +11,14 @@ from dicp.compat import shares_memory
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.index import Index
+from dicp.ir.memory_order import no_overlap
 from dicp.ir.meta_keys import FREE_OUTPUTS, VIEWS_OF_INPUTS
 from dicp.ir.value import Shape, Value
 from dicp.ops.aliases import base_of, is_view
 from dicp.ops.rules.pointwise import broadcast, retyped
 from dicp.schedule.calls import extern, overwrite
 from dicp.schedule.defs import Buffer, Call, Pointwise, Raw, View, views
-from dicp.schedule.strides import (
-    affine_window,
-    dense_strides,
-    loop_vars,
-    no_negative,
-    no_overlap,
-    strides_agree,
-)
+from dicp.schedule.strides import affine_window, dense_strides, loop_vars, no_negative, strides_agree
 from dicp.schedule.traced import held, note_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dicp.schedule.strides import order_of
+from dicp.ir.memory_order import order_of
 
 LAST = (0, 2, 3, 1)
 

@@ -163,7 +163,7 @@ def channels_last(v: View) -> bool:
 
 def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
     """Operand k stored in the layout that the layout pass chose for it, or the one it was traced with."""
-    from dicp.schedule.strides import order_of
+    from dicp.ir.memory_order import order_of
 
     source = node.args[k]
     if not isinstance(source, fx.Node):
@@ -175,7 +175,7 @@ def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
 
 def order_in_memory(operand: Any) -> tuple[int, ...] | None:
     """The layout that the pass chose for an operand, or the one it was traced with."""
-    from dicp.schedule.strides import order_of
+    from dicp.ir.memory_order import order_of
 
     if not isinstance(operand, fx.Node):
         return None

@@ -13,9 +13,9 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 
+from dicp.ir.memory_order import no_overlap
 from dicp.ops.aliases import returns_alias
 from dicp.schedule.defs import Call, View
-from dicp.schedule.strides import no_overlap
 from dicp.schedule.traced import is_strided
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import SHIM, aten, full_args

@@ -11,9 +11,10 @@ import torch
 import torch.fx as fx
 
 from dicp.config import Config
+from dicp.ir.memory_order import order_of
 from dicp.runtime.cpu import cpu_maker
 from dicp.schedule.defs import Buffer, Call, View
-from dicp.schedule.strides import dense_strides, order_of
+from dicp.schedule.strides import dense_strides
 from dicp.vendor.base import Claim
 from dicp.vendor.cpu_graph.claims.common import (
     FLOATS,

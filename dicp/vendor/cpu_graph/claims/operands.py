@@ -11,9 +11,9 @@ import torch.fx as fx
 
 from dicp.compat import known_equal
 from dicp.ir import index as ix
+from dicp.ir.memory_order import order_of
 from dicp.ops.library import NARROW_WEIGHTS
 from dicp.schedule.defs import Call, View
-from dicp.schedule.strides import order_of
 from dicp.vendor.cpu_graph.claims.common import FLOATS, activation_of, argument, aten, dtype_of
 from dicp.vendor.cpu_graph.expression import STORAGE
 
