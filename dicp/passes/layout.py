@@ -94,7 +94,7 @@ def choose_layout(gm: GraphModule, vendor: VendorBase) -> GraphModule:
 def relay(gm: GraphModule, values: Mapping[Node, torch.Tensor]) -> None:
     """Give nodes other values, which differ in their strides. What follows is computed again; what needs the
     strides that were traced (a view, a call that reads them, a result that is not free) gets a copy."""
-    traced: dict[Node, Any] = {node: value_of(node) for node in values}
+    traced: dict[Node, Any] = {n: value_of(n) for n, v in values.items() if not same_stride(value_of(n), v)}
     copies: dict[Node, Node] = {}
 
     def as_traced(source: Node, reader: Node) -> Node:
@@ -103,7 +103,7 @@ def relay(gm: GraphModule, values: Mapping[Node, torch.Tensor]) -> None:
                 copies[source] = _laid_out_as(gm.graph, source, traced[source])
         return copies[source]
 
-    mode = fake_mode_of(list(traced.values())) or FakeTensorMode()
+    mode = fake_mode_of(list(values.values())) or FakeTensorMode()
     with mode, quiet_shapes(mode):
         for node, value in values.items():
             node.meta["val"] = value

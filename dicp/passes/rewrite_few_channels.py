@@ -6,17 +6,17 @@
     x = permute(x, [0,3,1,2])
     y = permute(x[:, 0:1] * w[0] + .. + x[:, K-1:K] * w[K-1] + bias, [0,2,3,1])
 
-So do convolutions of row-major images with a window of one element, and their gradients by the image.
+So do convolutions of row-major images with a window of one element, and their gradients by the image; those
+by the weight become a batch of products of one row for each channel, as long as an image, and their sum.
 
 A product reads and writes rows of channels: its operand is copied so that they lie beside each other, and so
 is its result for what reads it otherwise, as a softmax does. The sums leave each where it is, and kernels
-take them in.
+take them in. oneDNN's convolutions take ten times as long.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,7 @@ class _Mix(NamedTuple):
     """its dim of N elements; others are of size 1"""
     bias: Node | None
     result: Node
+    """of gradients all of them"""
 
 
 def rewrite_few_channels(gm: GraphModule, vendor: VendorBase) -> GraphModule:
@@ -62,16 +63,21 @@ def rewrite_few_channels(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     if takes_graphs(vendor):  # whose toolchains choose where values lie
         return gm
     for node in list(gm.graph.nodes):
-        found = _product(node) if node.target in _PRODUCTS else _convolution(node)
+        call = conv_call(node)
+        found = _product(node) if node.target in _PRODUCTS else None if call is None else _convolution(call)
         if found is None or not _is_few(found) or not _lies_apart(found):
             continue
-        old, new = value_of(found.result), _sums(found)
-        replace(found.result, new)
-        laid_out, new.meta["val"] = value_of(new), old
-        relay(gm, {new: laid_out})
-        if node is not found.result and (call := conv_call(node)) is not None:
-            _without_input(call)
+        if call is not None and call.is_backward:
+            _rewrite_gradients(gm, call, found)
+        else:
+            _become(gm, found.result, _sums(found))
     return finish(gm)
+
+
+def _become(gm: GraphModule, node: Node, new: Node) -> None:
+    laid_out, new.meta["val"] = value_of(new), value_of(node)
+    replace(node, new)
+    relay(gm, {new: laid_out})
 
 
 def _product(node: Node) -> _Mix | None:
@@ -117,21 +123,20 @@ def _before_rows(rows: Node) -> Node:
     return x.args[0] if x.target is aten.unsqueeze.default else x
 
 
-def _convolution(node: Node) -> _Mix | None:
-    if (call := conv_call(node)) is None or call.transposed or call.groups != 1 or call.act != "none":
+def _convolution(call: ConvCall) -> _Mix | None:
+    if call.transposed or call.groups != 1 or call.act != "none":
         return None
     window = value_of(call.weight).shape[2:]
     if any(n != 1 for n in (*window, *call.stride)) or any(call.padding) or call.other is not None:
         return None
     if not call.is_backward:
-        return _Mix(call.x, 1, call.weight, 1, 0, call.bias, node)
-    image = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
-    return _Mix(call.grad, 1, call.weight, 0, 1, None, image[0]) if call.mask[0] and len(image) == 1 else None
+        return _Mix(call.x, 1, call.weight, 1, 0, call.bias, call.node)
+    return _Mix(call.grad, 1, call.weight, 0, 1, None, call.node)
 
 
 def _is_few(mix: _Mix) -> bool:
     read = mix.weight, *((mix.bias,) if mix.bias is not None else ())
-    if value_of(mix.result).dtype not in _DTYPES or not all(is_tensor(x) for x in (mix.x, *read)):
+    if value_of(mix.x).dtype not in _DTYPES or not all(is_tensor(x) for x in (mix.x, *read)):
         return False
     shape = value_of(mix.weight).shape
     depth, columns = shape[mix.along], shape[mix.across]
@@ -149,14 +154,10 @@ def _lies_apart(mix: _Mix) -> bool:
 
 
 def _sums(mix: _Mix) -> Node:
-    emit, dims, dtype = Emitter(mix.result), rank(mix.x), value_of(mix.result).dtype
+    emit, dims, dtype = Emitter(mix.result), rank(mix.x), value_of(mix.x).dtype
     order = order_of(value_of(mix.x))
     channels = order.index(mix.dim)
     behind = [1] * (dims - 1 - channels)
-
-    def read(x: Node) -> Node:
-        low = value_of(x).dtype in LOW_PRECISION
-        return emit(prims.convert_element_type.default, x, torch.float32) if low else x
 
     def by_channel(x: Node) -> Node:
         """As [N,1,..], to be multiplied with where the channels are."""
@@ -166,13 +167,12 @@ def _sums(mix: _Mix) -> Node:
         image = emit(aten.slice.Tensor, x, channels, k, k + 1)
         return emit(aten.mul.Tensor, image, by_channel(emit(aten.select.int, weight, mix.along, k)))
 
-    x, weight = read(emit(aten.permute.default, mix.x, list(order))), read(mix.weight)
+    x, weight = _read(emit, emit(aten.permute.default, mix.x, list(order))), _read(emit, mix.weight)
     terms = [term(k) for k in range(value_of(weight).shape[mix.along])]
     total = functools.reduce(lambda a, b: emit(aten.add.Tensor, a, b), terms)
     if mix.bias is not None:
-        total = emit(aten.add.Tensor, total, by_channel(read(mix.bias)))
-    if value_of(total).dtype != dtype:
-        total = emit(prims.convert_element_type.default, total, dtype)
+        total = emit(aten.add.Tensor, total, by_channel(_read(emit, mix.bias)))
+    total = _rounded(emit, total, dtype)
     result = emit(aten.permute.default, total, [order.index(d) for d in range(dims)])
     if same_shape(result, mix.result):
         return result
@@ -185,12 +185,41 @@ def _is_one(size: int | torch.SymInt) -> bool:
     return known_equal(size, 1)
 
 
-def _without_input(call: ConvCall) -> None:
-    """Have the call give the other gradients alone."""
-    emit, node = Emitter(call.node), call.node
-    new = emit(node.target, *call.masked(False, call.mask[1], call.mask[2]))
-    new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", *new.meta)})
-    node.replace_all_uses_with(new)
+def _rewrite_gradients(gm: GraphModule, call: ConvCall, of_image: _Mix) -> None:
+    emit = Emitter(call.node)
+    for user in list(call.node.users):
+        if user.args[1] == 0:
+            _become(gm, user, _sums(of_image._replace(result=user)))
+        elif user.args[1] == 1:
+            _become(gm, user, _weight_gradient(Emitter(user), call))
+        else:
+            others = [d for d in range(rank(call.grad)) if d != 1]
+            _become(gm, user, emit(aten.sum.dim_IntList, call.grad, others))
+
+
+def _weight_gradient(emit: Emitter, call: ConvCall) -> Node:
+    """[O,C,1,..], added up over all images before it is rounded."""
+
+    def rows(image: Node) -> Node:
+        if not value_of(image).is_contiguous():
+            image = emit(aten.clone.default, image, memory_format=torch.contiguous_format)
+        return _read(emit, emit(aten.view.default, image, [emit.size(image, 0), emit.size(image, 1), -1]))
+
+    columns = emit(aten.permute.default, rows(call.x), [0, 2, 1])
+    of_images = emit(aten.bmm.default, rows(call.grad), columns)
+    total = emit(aten.sum.dim_IntList, of_images, [0])
+    return emit(
+        aten.view.default, _rounded(emit, total, value_of(call.grad).dtype), list(value_of(call.weight).shape)
+    )
+
+
+def _read(emit: Emitter, x: Node) -> Node:
+    low = value_of(x).dtype in LOW_PRECISION
+    return emit(prims.convert_element_type.default, x, torch.float32) if low else x
+
+
+def _rounded(emit: Emitter, x: Node, dtype: torch.dtype) -> Node:
+    return x if value_of(x).dtype == dtype else emit(prims.convert_element_type.default, x, dtype)
 
 
 __all__ = ["rewrite_few_channels"]
