@@ -75,7 +75,7 @@ def test_pipeline_page_shows_what_is_dumped(name: str, dump: dict[str, str]) -> 
 def test_pipeline_page_shows_every_stage() -> None:
     assert SHOWN == [
         "00_import.txt",
-        "14_rewrite_linear.txt",
+        "15_rewrite_linear.txt",
         "30_lowered.txt",
         "40_kernels.txt",
         "50_memory.txt",
