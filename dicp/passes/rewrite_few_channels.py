@@ -25,8 +25,18 @@ from torch.fx import GraphModule, Node
 from dicp.compat import known_equal, size_hint
 from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.memory_order import no_overlap, order_of
+from dicp.ops.aliases import base_of
 from dicp.ops.conv_call import ConvCall, conv_call
-from dicp.passes.facts import aten, is_plain_sum, is_tensor, prims, rank, same_shape, value_of
+from dicp.passes.facts import (
+    aten,
+    is_plain_sum,
+    is_tensor,
+    mutated_arguments,
+    prims,
+    rank,
+    same_shape,
+    value_of,
+)
 from dicp.passes.layout import relay
 from dicp.passes.rules import Emitter, finish, replace, sole_user
 from dicp.vendor.base import VendorBase, takes_graphs
@@ -62,15 +72,19 @@ def rewrite_few_channels(gm: GraphModule, vendor: VendorBase) -> GraphModule:
     """Rewrite such products, and give what follows the strides that come of it."""
     if takes_graphs(vendor):  # whose toolchains choose where values lie
         return gm
+    written = {base_of(a) for n in gm.graph.nodes for a in mutated_arguments(n)}
     for node in list(gm.graph.nodes):
-        call = conv_call(node)
-        found = _product(node) if node.target in _PRODUCTS else None if call is None else _convolution(call)
+        if node.target in _PRODUCTS:
+            found, call = _product(node, written), None
+        else:
+            call = conv_call(node)
+            found = None if call is None else _convolution(call)
         if found is None or not _is_few(found) or not _lies_apart(found):
             continue
         if call is not None and call.is_backward:
             _rewrite_gradients(gm, call, found)
         else:
-            _become(gm, found.result, _sums(found))
+            _become(gm, found.result, _sums(Emitter(node), found))
     return finish(gm)
 
 
@@ -80,12 +94,12 @@ def _become(gm: GraphModule, node: Node, new: Node) -> None:
     relay(gm, {new: laid_out})
 
 
-def _product(node: Node) -> _Mix | None:
+def _product(node: Node, written: set[Node]) -> _Mix | None:
     *bias, rows, weight = node.args
     weight = _of_all_rows(weight)
     if weight is None or not is_plain_sum(node) or bias and rank(bias[0]) != 1:
         return None
-    x, (depth, columns) = _before_rows(rows), value_of(weight).shape[-2:]
+    x, (depth, columns) = _before_rows(rows, written), value_of(weight).shape[-2:]
     sizes = _sizes(x)
     if not sizes or not known_equal(sizes[-1], depth):
         return None
@@ -116,10 +130,12 @@ def _sizes(x: Node) -> list[int | torch.SymInt]:
     return [n for n in value_of(x).shape if not _is_one(n)]
 
 
-def _before_rows(rows: Node) -> Node:
-    """What was viewed as [M, K], and copied for it where it had to be."""
+def _before_rows(rows: Node, written: set[Node]) -> Node:
+    """What was viewed as [M, K], and copied for it where it had to be; not of what somebody writes to, which
+    the copy may precede."""
     x = rows.args[0] if rows.target in _VIEWS else rows
-    x = x.args[0] if x.target is aten.clone.default else x
+    if x.target is aten.clone.default and base_of(x.args[0]) not in written:
+        x = x.args[0]
     return x.args[0] if x.target is aten.unsqueeze.default else x
 
 
@@ -153,8 +169,8 @@ def _lies_apart(mix: _Mix) -> bool:
     return beside and no_overlap(value) and size_hint(value.shape[innermost]) >= LONG
 
 
-def _sums(mix: _Mix) -> Node:
-    emit, dims, dtype = Emitter(mix.result), rank(mix.x), value_of(mix.x).dtype
+def _sums(emit: Emitter, mix: _Mix) -> Node:
+    dims, dtype = rank(mix.x), value_of(mix.x).dtype
     order = order_of(value_of(mix.x))
     channels = order.index(mix.dim)
     behind = [1] * (dims - 1 - channels)
@@ -189,9 +205,9 @@ def _rewrite_gradients(gm: GraphModule, call: ConvCall, of_image: _Mix) -> None:
     emit = Emitter(call.node)
     for user in list(call.node.users):
         if user.args[1] == 0:
-            _become(gm, user, _sums(of_image._replace(result=user)))
+            _become(gm, user, _sums(emit, of_image._replace(result=user)))
         elif user.args[1] == 1:
-            _become(gm, user, _weight_gradient(Emitter(user), call))
+            _become(gm, user, _weight_gradient(emit, call))
         else:
             others = [d for d in range(rank(call.grad)) if d != 1]
             _become(gm, user, emit(aten.sum.dim_IntList, call.grad, others))

@@ -12,6 +12,7 @@ from graphs import CheckPass, claims, graph_of, graphs_of
 
 from dicp.ir.meta_keys import FREE_OUTPUTS
 from dicp.ir.printer import show
+from dicp.ir.verify import insert
 from dicp.passes.canonicalize import canonicalize
 from dicp.passes.layout import relay
 from dicp.passes.rewrite_few_channels import FEW, LONG, rewrite_few_channels
@@ -70,21 +71,21 @@ graph(arg0_1: f32[2,3,5,20], arg1_1: f32[2,3], arg2_1: f32[2], arg3_1: f32[20,4]
         self.assertNotIn("clone", forward)  # it is returned where it lies
         self.assertExpectedInline(backward, """\
 graph(primals_1: f32[2,3,5,20], primals_2: f32[2,3,1,1], tangents_1: f32[2,2,5,20]):
-  v0: f32[2] = sum.dim_IntList(tangents_1, [0,2,3])
-  v1: f32[2,1,5,20] = slice(tangents_1, 1, 0, 1)
-  v2: f32[3,1,1] = select.int(primals_2, 0, 0)
-  v3: f32[2,3,5,20] = mul(v1, v2)
-  v4: f32[2,1,5,20] = slice(tangents_1, 1, 1, 2)
-  v5: f32[3,1,1] = select.int(primals_2, 0, 1)
-  v6: f32[2,3,5,20] = mul(v4, v5)
-  v7: f32[2,3,5,20] = add(v3, v6)
-  v8: f32[2,3,100] = view(primals_1, [2,3,-1])
-  v9: f32[2,100,3] = permute(v8, [0,2,1])
-  v10: f32[2,2,100] = view(tangents_1, [2,2,-1])
-  v11: f32[2,2,3] = bmm(v10, v9)
-  v12: f32[2,3] = sum.dim_IntList(v11, [0])
-  v13: f32[2,3,1,1] = view(v12, [2,3,1,1])
-  return v7, v13, v0
+  v0: f32[2,1,5,20] = slice(tangents_1, 1, 0, 1)
+  v1: f32[3,1,1] = select.int(primals_2, 0, 0)
+  v2: f32[2,3,5,20] = mul(v0, v1)
+  v3: f32[2,1,5,20] = slice(tangents_1, 1, 1, 2)
+  v4: f32[3,1,1] = select.int(primals_2, 0, 1)
+  v5: f32[2,3,5,20] = mul(v3, v4)
+  v6: f32[2,3,5,20] = add(v2, v5)
+  v7: f32[2,3,100] = view(primals_1, [2,3,-1])
+  v8: f32[2,100,3] = permute(v7, [0,2,1])
+  v9: f32[2,2,100] = view(tangents_1, [2,2,-1])
+  v10: f32[2,2,3] = bmm(v9, v8)
+  v11: f32[2,3] = sum.dim_IntList(v10, [0])
+  v12: f32[2,3,1,1] = view(v11, [2,3,1,1])
+  v13: f32[2] = sum.dim_IntList(tangents_1, [0,2,3])
+  return v6, v12, v13
 """)
 
     def test_the_gradient_of_what_lies_otherwise(self) -> None:
@@ -139,6 +140,16 @@ graph(primals_1: f32[2,3,5,20], primals_2: f32[2,3,1,1], tangents_1: f32[2,2,5,2
             text = self.rewritten(f, *inputs, **options)
             self.assertNotIn("mm(", text)
             self.assertNotIn("convolution(", text)
+
+    def test_a_copy_of_what_is_written_later_stays(self) -> None:
+        g = canonicalize(graph_of(mixed, SCORES, MIX))
+        (product,) = (n for n in g.graph.nodes if n.target is torch.ops.aten.bmm.default)
+        with g.graph.inserting_before(product):
+            scores = next(n for n in g.graph.nodes if n.op == "placeholder")
+            insert(g.graph, torch.ops.aten.zero_.default, (scores,), like=product)
+        text = show(self.check(rewrite_few_channels, g, claims()))
+        self.assertIn("bmm(", text)
+        self.assertIn("clone(", text)
 
     def test_what_stays(self) -> None:
         """Channels that lie beside each other, many of them, or one; few elements; windows, steps, groups."""
