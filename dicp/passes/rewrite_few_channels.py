@@ -7,7 +7,8 @@
     y = permute(x[:, 0:1] * w[0] + .. + x[:, K-1:K] * w[K-1] + bias, [0,2,3,1])
 
 So do convolutions of row-major images with a window of one element, and their gradients by the image; those
-by the weight become a batch of products of one row for each channel, as long as an image, and their sum.
+by the weight, where the vendor has them as products, a batch of one row for each channel, as long as an
+image, and their sum.
 
 A product reads and writes rows of channels: its operand is copied so that they lie beside each other, and so
 is its result for what reads it otherwise, as a softmax does. The sums leave each where it is, and kernels
@@ -27,6 +28,7 @@ from dicp.ir.expr import LOW_PRECISION
 from dicp.ir.memory_order import no_overlap, order_of
 from dicp.ops.aliases import base_of
 from dicp.ops.conv_call import ConvCall, conv_call
+from dicp.passes.conv_matmul import convolution_of, pays
 from dicp.passes.facts import (
     aten,
     is_plain_sum,
@@ -82,7 +84,7 @@ def rewrite_few_channels(gm: GraphModule, vendor: VendorBase) -> GraphModule:
         if found is None or not _is_few(found) or not _lies_apart(found):
             continue
         if call is not None and call.is_backward:
-            _rewrite_gradients(gm, call, found)
+            _rewrite_gradients(gm, vendor, call, found)
         else:
             _become(gm, found.result, _sums(Emitter(node), found))
     return finish(gm)
@@ -201,16 +203,20 @@ def _is_one(size: int | torch.SymInt) -> bool:
     return known_equal(size, 1)
 
 
-def _rewrite_gradients(gm: GraphModule, call: ConvCall, of_image: _Mix) -> None:
-    emit = Emitter(call.node)
-    for user in list(call.node.users):
+def _rewrite_gradients(gm: GraphModule, vendor: VendorBase, call: ConvCall, of_image: _Mix) -> None:
+    emit, node, by_weight = Emitter(call.node), call.node, pays(vendor, "weight", convolution_of(call.node))
+    for user in list(node.users):
         if user.args[1] == 0:
             _become(gm, user, _sums(emit, of_image._replace(result=user)))
-        elif user.args[1] == 1:
+        elif by_weight and user.args[1] == 1:
             _become(gm, user, _weight_gradient(emit, call))
-        else:
+        elif by_weight:
             others = [d for d in range(rank(call.grad)) if d != 1]
             _become(gm, user, emit(aten.sum.dim_IntList, call.grad, others))
+    if node.users:
+        rest = emit(node.target, *call.masked(False, call.mask[1], call.mask[2]))
+        rest.meta.update({k: v for k, v in node.meta.items() if k not in ("val", *rest.meta)})
+        node.replace_all_uses_with(rest)
 
 
 def _weight_gradient(emit: Emitter, call: ConvCall) -> Node:

@@ -14,10 +14,19 @@ from dicp.ir.meta_keys import FREE_OUTPUTS
 from dicp.ir.printer import show
 from dicp.ir.verify import insert
 from dicp.passes.canonicalize import canonicalize
+from dicp.passes.conv_matmul import Convolution
 from dicp.passes.layout import relay
 from dicp.passes.rewrite_few_channels import FEW, LONG, rewrite_few_channels
+from dicp.vendor.base import ConvolutionPart
 
 SCORES, MIX = (2, 3, 5, 20), (2, 3)
+
+
+class Products(claims):
+    """A vendor that wants the gradients of weights as products."""
+
+    def matmul_pays(self, part: ConvolutionPart, conv: Convolution) -> bool:
+        return part == "weight"
 
 
 def mixed(scores: torch.Tensor, w: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
@@ -66,7 +75,7 @@ graph(arg0_1: f32[2,3,5,20], arg1_1: f32[2,3], arg2_1: f32[2], arg3_1: f32[20,4]
         inputs = [torch.randn(s, requires_grad=True) for s in (SCORES, (2, 3, 1, 1), (2,))]
         graphs = graphs_of(lambda x, w, b: F.conv2d(x, w, b), *inputs, train=True)
         found = [canonicalize(graphs[name]) for name in ("forward", "backward")]
-        forward, backward = (show(canonicalize(self.check(rewrite_few_channels, g, claims()))) for g in found)
+        forward, backward = (show(canonicalize(self.check(rewrite_few_channels, g, Products()))) for g in found)
         self.assertNotIn("convolution", forward)
         self.assertNotIn("clone", forward)  # it is returned where it lies
         self.assertExpectedInline(backward, """\
@@ -88,6 +97,13 @@ graph(primals_1: f32[2,3,5,20], primals_2: f32[2,3,1,1], tangents_1: f32[2,2,5,2
   return v6, v12, v13
 """)
 
+    def test_the_gradient_of_a_weight_stays_where_it_is_no_product(self) -> None:
+        inputs = [torch.randn(s, requires_grad=True) for s in (SCORES, (2, 3, 1, 1), (2,))]
+        backward = canonicalize(graphs_of(lambda x, w, b: F.conv2d(x, w, b), *inputs, train=True)["backward"])
+        text = show(self.check(rewrite_few_channels, backward, claims()))
+        self.assertIn("[0,0], 1, [False,True,True])", text)
+        self.assertEqual(text.count("mul("), 2)
+
     def test_the_gradient_of_what_lies_otherwise(self) -> None:
         """Not viewed as rows of positions, but copied."""
         x = torch.randn(SCORES).contiguous(memory_format=torch.channels_last).requires_grad_()
@@ -96,7 +112,7 @@ graph(primals_1: f32[2,3,5,20], primals_2: f32[2,3,1,1], tangents_1: f32[2,2,5,2
         (backward,) = (g for name, g in graphs_of(f, x, w, train=True).items() if name == "backward")
         relay(backward, {n: n.meta["val"].contiguous() for n in backward.graph.nodes if n.name == "tangents_1"})
         backward.meta[FREE_OUTPUTS] = (0, 1)
-        text = show(rewrite_few_channels(canonicalize(backward), claims()))
+        text = show(rewrite_few_channels(canonicalize(backward), Products()))
         self.assertNotIn("convolution_backward", text)
         self.assertIn("clone(primals_1", text)
 
