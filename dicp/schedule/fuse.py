@@ -335,6 +335,8 @@ class _Fusion:
                 return False
         if not self._writes_are_safe(group, d, member):
             return False
+        if new_reduced and any(self._turns(group, m, new_reduced) for m in (*group.members, member)):
+            return False
         if not rows:
             return True
         later = any(n in group.produced and not self._full_level(group, n, new_reduced) for n, _ in reads)
@@ -345,6 +347,23 @@ class _Fusion:
         if scans and not self._scans_at_hand(group, member, new_reduced):
             return False
         return (not later and not scans) or self._row_fits(group, new_reduced, mapping, d)
+
+    def _turns(self, group: Group, member: Member, reduced: set[Var]) -> bool:
+        """Whether a definition copies what it reads along the reduced axes into another order, and needs
+        nothing from its group. Between two reductions it would write one element to each line of memory: 4
+        images of 32 channels and 112x112, with their sums, take 6.4 ms so, 0.55 apart (two Intel cores of the
+        5th generation, one-off script)."""
+        d = member.definition
+        if not isinstance(d, Pointwise) or any(name in group.produced for name, _ in member.reads):
+            return False
+
+        def along(places: list[tuple[str, Indices]], axes: set[Var]) -> bool:
+            flat = [self.buffers[name].flat(member.index(idx)) for name, idx in places]
+            return any(ix.moves_by_one(f, v) for f in flat for v in axes)
+
+        kept, reads = set(group.axes) - reduced, self._indexed(member.reads)
+        written = [(b.name, d.index) for b in d.outputs if b is not None]
+        return along(written, kept) and along(reads, reduced) and not along(reads, kept)
 
     def _scans_at_hand(self, group: Group, candidate: Member, reduced: set[Var]) -> bool:
         """Whether whoever reads a scan's running values, itself or through others, runs in the loop that
