@@ -12,7 +12,7 @@ image, and their sum.
 
 A product reads and writes rows of channels: its operand is copied so that they lie beside each other, and so
 is its result for what reads it otherwise, as a softmax does. The sums leave each where it is, and kernels
-take them in. oneDNN's convolutions take ten times as long.
+take them in. oneDNN's convolutions take ten times as long (one-off script).
 """
 
 from __future__ import annotations

@@ -326,6 +326,12 @@ SEVERAL = {
     ),
     "a sum and a turned copy": (2, lambda x: (x.sum((0, 2)), x.transpose(1, 2).contiguous()), (4, 8, 16)),
     "a turned copy and a sum": (2, lambda x: (x.transpose(1, 2).contiguous() * 2, x.sum((0, 2))), (4, 8, 16)),
+    "a turned copy for a product, then a sum": (
+        2,
+        lambda x, w: ((x.transpose(1, 2).contiguous() * 2).view(-1, 8) @ w, x.sum((0, 2))),
+        (4, 8, 16),
+        (8, 5),
+    ),
     "unrelated work": (2, lambda x, y: (x + 1, y + 1), (4, 8), (5, 9)),
     "neighbours of a dear value": (2, lambda x: (y := x.exp())[:-1] * y[1:], (9,)),
     "whole sum read by every element": (2, lambda x: x / x.sum(), (300, 400)),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from dicp.ir.memory_order import order_of
 from dicp.ir.meta_keys import LAYOUT_KEY
 from dicp.runtime.cpu import cpu_flags, halves_are_slow, pairs_are_slow
 from dicp.schedule.defs import Call, View
@@ -163,8 +164,6 @@ def channels_last(v: View) -> bool:
 
 def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
     """Operand k stored in the layout that the layout pass chose for it, or the one it was traced with."""
-    from dicp.ir.memory_order import order_of
-
     source = node.args[k]
     if not isinstance(source, fx.Node):
         return args[k]
@@ -175,8 +174,6 @@ def in_layout(lowering: Any, node: fx.Node, args: Sequence[Any], k: int) -> Any:
 
 def order_in_memory(operand: Any) -> tuple[int, ...] | None:
     """The layout that the pass chose for an operand, or the one it was traced with."""
-    from dicp.ir.memory_order import order_of
-
     if not isinstance(operand, fx.Node):
         return None
     found = operand.meta.get(LAYOUT_KEY)
