@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dicp import compat
-from dicp.ops import foreach, quantized
+from dicp.ops import encoder, foreach, quantized
 from dicp.ops.table import table
 
 Decomposition = Callable[..., Any]
@@ -37,8 +37,8 @@ OPENED = frozenset("addmm baddbmm _addmm_activation _int_mm".split())
 
 PRODUCTS = "mm bmm addmm baddbmm".split()
 
-# Products that kernels make as sums, and eager by one call of BLAS.
-OF_VECTORS = frozenset("mv dot vdot".split())
+# Parts here, and in eager one call, whose bits the parts do not have: BLAS's of vectors, a whole layer.
+ONE_CALL = frozenset("mv dot vdot _transformer_encoder_layer_fwd".split())
 
 
 def decomposition_table(
@@ -47,8 +47,8 @@ def decomposition_table(
     """The decompositions to hand to AOTAutograd.
 
     keeps: ops that the vendor takes whole. kernels: whether an op with a row of the op table stays whole,
-    since it becomes kernels, or a library or extern call. exact: products of vectors stay whole, as the calls
-    that eager makes.
+    since it becomes kernels, or a library or extern call. exact: those of ONE_CALL stay whole, as in
+    eager.
     """
     late = loaded_later()
     wanted = _of_all_processes(kernels, exact) | _chosen(late, late, kernels, exact)
@@ -72,7 +72,7 @@ def _chosen(
     rows = table()
     out: dict[OpOverload, Decomposition] = {}
     for op, fn in found.items():
-        if not isinstance(op, OpOverload) or exact and op._opname in OF_VECTORS:
+        if not isinstance(op, OpOverload) or exact and op._opname in ONE_CALL:
             continue
         row = rows.get(op)
         if row is None:
@@ -107,6 +107,7 @@ def own_decompositions() -> dict[OpOverload, Decomposition]:
         aten.grid_sampler_2d.default: grid_sampler,
         aten.masked_scatter.default: masked_scatter,
         aten.soft_margin_loss_backward.default: soft_margin_loss_backward,
+        aten._transformer_encoder_layer_fwd.default: encoder.encoder_layer,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
         **{op: shuffled(op) for op in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default)},
         **foreach.decompositions(),

@@ -560,3 +560,10 @@ def test_shuffled_channels_lie_as_eagers(groups: int) -> None:
         found, eager = decomposition_table()[op](x, groups), op(x, groups)
         assert torch.equal(found, eager) and found.stride() == eager.stride()
         assert found.data_ptr() != x.data_ptr()
+
+
+def test_an_encoder_layer_is_taken_apart_unless_exact() -> None:
+    """Its module calls one operator in inference, which would be an extern call."""
+    op = torch.ops.aten._transformer_encoder_layer_fwd.default
+    assert op in decomposition_table() and op not in decomposition_table(exact=True)
+    assert op not in decomposition_table(lambda other: other is op)

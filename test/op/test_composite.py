@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -594,6 +595,44 @@ def test_transformer_layer(backend: str) -> None:
         [r(2, 5, 16, grad=True)],
         backend,
     )
+
+
+def encoder_layer(**how: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, **how).eval()
+
+
+# Which positions take no part: of 2 sequences of 5, of 2 heads each.
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"src_mask": torch.ones(5, 5).triu(1).bool()},
+    "keys": {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[3], [5]])},
+    "heads": {"src_mask": (torch.arange(100) % 7 == 3).view(4, 5, 5)},
+    "added": {"src_mask": torch.full((5, 5), -math.inf).triu(1)},
+    "causal, keys": {
+        "src_mask": torch.ones(5, 5).triu(1).bool(),
+        "src_key_padding_mask": torch.arange(5) >= torch.tensor([[3], [5]]),
+    },
+    "no key": {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[0], [4]])},
+}
+
+
+@pytest.mark.parametrize("how", ({}, {"norm_first": True, "activation": "gelu"}), ids=("post", "pre"))
+@pytest.mark.parametrize("mask", MASKS)
+def test_transformer_layer_in_inference(backend: str, how: dict[str, Any], mask: str) -> None:
+    """There its module calls one operator, whose softmax makes NaN of a row without a key."""
+    layer = encoder_layer(**how)
+    with torch.no_grad():
+        agree(lambda x: layer(x, **MASKS[mask]), [r(2, 5, 16)], backend, reference=False)
+
+
+def test_transformer_layer_of_any_length(backend: str) -> None:
+    layer = encoder_layer()
+    compiled = torch.compile(layer, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for batch, length in ((2, 5), (3, 9), (1, 1)):
+            x, closed = r(batch, length, 16), torch.arange(length) > torch.randint(length, (batch, 1))
+            expected = layer(x, src_key_padding_mask=closed)
+            accurate(compiled(x, src_key_padding_mask=closed), expected, None)
 
 
 # ---- FFT, linear algebra, sparse, quantised: calls back to aten ----
