@@ -68,6 +68,26 @@ def test_where_ranges_begin(fn, shapes, starts) -> None:
     assert [r.start for r in ranges(fn, *shapes)] == starts
 
 
+def gates(g, a, b):
+    """The gradient of a gate whose channels lie last, in images of rows: more is read along the channels."""
+    return torch.cat([g * b, g * a * (1 - b)], 2).transpose(1, 2).contiguous()
+
+
+def beside(g, a):
+    """Of an image whose channels lie last and one of rows: more is read and written along the rows."""
+    return torch.cat([g.transpose(1, 2), a], 1) * 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "tiles"), [(gates, [(2, 256, 32)] * 3, 5), (beside, [(2, 256, 32), (2, 32, 256)], 1)]
+)
+def test_what_parts_are_made_of_is_read_in_tiles(fn, shapes, tiles) -> None:
+    """Under a mask it is read, or its results are stored, an element to a cache line."""
+    text = emit(compiled(fn, *shapes).launches[-1].kernel, "parts", 16)
+    assert text.count(" from ") == 2 and text.count(".column(") == tiles
+    assert "strided(" not in text and "masked" not in text and "where(" not in text
+
+
 def unpacked(x, low, high):
     """A sum along rows that are made of one half's, or of the other's."""
     return (x * torch.cat([low * 2, high + 1])).sum(1)

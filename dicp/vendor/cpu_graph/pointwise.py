@@ -4,29 +4,54 @@ transposed."""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 from dicp.vendor.cpu_graph.expression import Scope
-from dicp.vendor.cpu_graph.index_set_splitting import split_ranges
+from dicp.vendor.cpu_graph.index_set_splitting import Range, split_ranges
 from dicp.vendor.cpu_graph.kernel_writer import KernelWriter
-from dicp.vendor.cpu_graph.loops import around, block_loop, few, indent, shared_vector_loop, vector_loop
-from dicp.vendor.cpu_graph.transposed_loads import TransposedLoads, find_transposed, tiles
+from dicp.vendor.cpu_graph.loops import (
+    around,
+    block_loop,
+    choose_shape,
+    few,
+    indent,
+    shared_vector_loop,
+    vector_loop,
+)
+from dicp.vendor.cpu_graph.transposed_loads import (
+    TransposedLoads,
+    find_transposed,
+    masks_transposed,
+    tiles,
+)
 
 
 class PointwiseWriter(KernelWriter):
     def lines(self) -> list[str]:
-        along = self.shape.vector
-        ranges = split_ranges(self.wide, along, self.lanes) if along is not None else []
+        ranges = self._ranges()
         if len(ranges) < 2:
             return self._points()
-        parts = [PointwiseWriter(r.kernel, replace(self.shape, vector=r.axis), self.lanes) for r in ranges]
-        # tiles have outer loops of their own, and too few of them leave the vectors' loop to be shared out
-        apart = few(self.shape.outer) or any(p.transposed is not None for p in parts)
+        # what is read and written under no condition may be walked along another axis than the whole
+        parts = [PointwiseWriter(r.kernel, choose_shape(r.kernel, self.lanes), self.lanes) for r in ranges]
+        # tiles and other axes have outer loops of their own; of too few, the vectors are shared out
+        apart = few(self.shape.outer) or any(
+            p.transposed is not None or p.shape.vector is not r.axis
+            for r, p in zip(ranges, parts, strict=True)
+        )
         lines: list[str] = []
         for r, p in zip(ranges, parts, strict=True):
             inner = p._points() if apart else p._row()
             lines += [f"// {r.axis.var} from {r.start}", "{", *indent(inner), "}"]
         return lines if apart else around(self.kernel, self.shape.outer, lines)
+
+    def _ranges(self) -> list[Range]:
+        """In which conditions along the vectors hold or do not; or along an axis that masked loads lie along,
+        which tiles can then read."""
+        along = self.shape.vector
+        if along is None:
+            return []
+        axes = (along, *(a for a in self.shape.outer if masks_transposed(self.wide, along, a)))
+        found = (split_ranges(self.wide, a, self.lanes) for a in axes)
+        return next((ranges for ranges in found if len(ranges) > 1), [])
 
     @functools.cached_property
     def transposed(self) -> TransposedLoads | None:

@@ -59,6 +59,13 @@ def find_transposed(kernel: Kernel, shape: Shape, lanes: int) -> TransposedLoads
     return max(found, key=lambda t: len(t.loads), default=None)
 
 
+def masks_transposed(kernel: Kernel, along: Axis, axis: Axis) -> bool:
+    """Whether a load that lies along `axis`, and not along the vectors, is read under a mask alone."""
+    loads = {e for s in kernel.body for e in expressions(s) if e.op == "load"}
+    masked = loads - {e for s in kernel.body for e in _unmasked(s.value)}
+    return any(_lies_transposed(e.args[1], along, axis) for e in masked)
+
+
 @dataclass(frozen=True)
 class TransposedRows:
     """The axis along which some loads and stores of a row kernel lie, the axes around its blocks, and those
@@ -182,6 +189,7 @@ __all__ = [
     "find_transposed",
     "find_transposed_rows",
     "find_turned",
+    "masks_transposed",
     "tile",
     "tiles",
 ]
