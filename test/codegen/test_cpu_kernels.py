@@ -611,7 +611,6 @@ TURNED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {  # and ho
     "rows too short": (lambda x, y: x + y.t(), (rand(300, 9), rand(9, 300)), 0),
     "columns too short": (lambda x, y: x + y.t(), (rand(9, 300), rand(300, 9)), 0),
     "blocks too few": (lambda x, y: x + y.t(), (rand(20, 300), rand(300, 20)), 0),
-    "behind a mask": (lambda x, y: x + y.t().tril(), (rand(300, 64), rand(64, 300)), 0),
     "in rows behind a mask": (lambda x, y: x + F.pad(y.t(), (0, 0, 1, 0)), (rand(300, 64), rand(64, 299)), 1),
     "in the range of a mask": (lambda x, y: x + F.pad(y.t(), (1, 0)), (rand(300, 64), rand(63, 300)), 1),
 }
