@@ -113,7 +113,7 @@ class Runner:
         self.lines.append(FIRST_LINE)
         self._inputs()
         self._lay_out()
-        self._keep_what_steps_drop()
+        self._keep_what_is_dropped()
         self._take_arena()
         for name, constant in self.lowered.constants.items():
             self.names[name] = name
@@ -174,10 +174,13 @@ class Runner:
         self.lines.append(f"arena_bytes, {', '.join(names)} = arena({sizes})")
         self.sizes.bound |= set(names)
 
-    def _keep_what_steps_drop(self) -> None:
-        """In malloc, which else returns to the system what a forward saves as the backward drops it."""
-        results = [b for b in self.lowered.buffers.values() if b.kind == "output"]
-        if self.program.results == "saved" and any(self._is_large(b, PIECE) for b in results):
+    def _keep_what_is_dropped(self) -> None:
+        """In malloc, which else returns to the system what a forward saves as the backward drops it, and what
+        libraries allocate within each call."""
+        saved = {"output": PIECE} if self.program.results == "saved" else {}
+        least = {"library": LARGE, "extern": LARGE, **saved}
+        buffers = [b for b in self.lowered.buffers.values() if b.kind in least]
+        if self.program.results != "new" and any(self._is_large(b, least[b.kind]) for b in buffers):
             self.lines.append("keep_more()")
 
     def _is_large(self, b: Buffer, nbytes: int) -> bool:

@@ -266,6 +266,16 @@ def test_gradients_that_are_dropped_lie_where_they_lay() -> None:
     torch.testing.assert_close(w.grad, 2 * expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("size, how, keeps", [(64, {}, True), (8, {}, False), (64, {"keep_results": False}, False)])
+def test_malloc_keeps_what_libraries_allocate(size: int, how: dict[str, Any], keeps: bool) -> None:
+    """Of 1 MB and more, which dies within each call."""
+    texts: dict[str, str] = {}
+    f = torch.compile(lambda x: torch.fft.fft2(x).real + 1, backend="dicp_cpu", options=how)
+    with observe(lambda c: texts.update({c.role: c.program.sources["call.py"]})):
+        f(torch.randn(64, size, size))
+    assert ("keep_more()" in texts["inference"]) is keeps
+
+
 def test_what_a_forward_saves_lies_there_and_gradients_where_that_lay() -> None:
     texts: dict[str, str] = {}
     f = torch.compile(lambda x, w, v: torch.tanh(x @ w) @ v, backend="dicp_cpu")
@@ -277,7 +287,7 @@ def test_what_a_forward_saves_lies_there_and_gradients_where_that_lay() -> None:
         assert kept.end - kept.start == 4 * 2048 * 512
         y.sum().backward()
     assert "POOL.empty" in texts["backward"] and "POOL.empty" in texts["forward"]
-    assert "keep_more()" in texts["forward"] and "keep_more()" not in texts["backward"]
+    assert "keep_more()" in texts["forward"]
     (gradient,) = POOL._held.values()
     assert kept.start <= gradient.start < gradient.end <= kept.end
     x, wide, v = x.double(), w.detach().double().requires_grad_(), v.double()
