@@ -88,6 +88,27 @@ def test_what_parts_are_made_of_is_read_in_tiles(fn, shapes, tiles) -> None:
     assert "strided(" not in text and "masked" not in text and "where(" not in text
 
 
+def test_all_parts_may_go_along_the_axis_that_is_split() -> None:
+    """More is read along the rows than along the channels of the whole, and less of each part; the rows are too
+    short for tiles."""
+
+    def fn(g, turned, rows):
+        along = torch.cat([*turned], 1) + sum(g[k : k + 15] for k in range(4))
+        across = torch.cat([r[:, k : k + 15] * r[:, k + 1 : k + 16] for k, r in zip((0, 2, 4), rows, strict=True)])
+        return across + along.t()
+
+    torch.manual_seed(0)
+    inputs = torch.randn(18, 96), torch.randn(3, 15, 32), torch.randn(3, 32, 20)
+    kernel = compiled(fn, *(x.shape for x in inputs)).launches[-1].kernel
+    whole = choose_shape(kernel, 16)
+    (axis,) = whole.outer
+    parts = split_ranges(kernel, axis, 16)
+    assert len(parts) == 3 and all(choose_shape(r.kernel, 16).vector is r.axis for r in parts)
+    with torch.no_grad():
+        got = torch.compile(fn, backend="dicp_cpu")(*inputs)
+    assert torch.allclose(got, fn(*inputs), atol=1e-5)
+
+
 def unpacked(x, low, high):
     """A sum along rows that are made of one half's, or of the other's."""
     return (x * torch.cat([low * 2, high + 1])).sum(1)

@@ -34,8 +34,7 @@ class PointwiseWriter(KernelWriter):
         parts = [PointwiseWriter(r.kernel, choose_shape(r.kernel, self.lanes), self.lanes) for r in ranges]
         # tiles and other axes have outer loops of their own; of too few, the vectors are shared out
         apart = few(self.shape.outer) or any(
-            p.transposed is not None or p.shape.vector is not r.axis
-            for r, p in zip(ranges, parts, strict=True)
+            p.transposed is not None or p.shape.outer != self.shape.outer for p in parts
         )
         lines: list[str] = []
         for r, p in zip(ranges, parts, strict=True):
