@@ -19,13 +19,14 @@ from dicp.vendor.cpu_graph.loops import (
     block_loop,
     indent,
     nested,
+    run_end,
     run_loop,
     runs,
     shared_vector_loop,
     unrolled,
     vector_loop,
 )
-from dicp.vendor.cpu_graph.transposed_loads import find_turned, tile
+from dicp.vendor.cpu_graph.transposed import find_turned, tile
 
 MANY_BLOCKS, MANY_ROWS = 16, 64  # of several passes over columns, that threads share and caches lose
 
@@ -78,7 +79,8 @@ class ColumnsWriter(KernelWriter):
         loops = self.inner_loops([*step.lines, *vectors])
         if run is None:
             return around(self.kernel, self.shape.outer, loops)
-        return around(self.kernel, self.shape.outer, run_loop(axis, run, block, loops), extra=1)
+        lines = [run_end(axis, run, block), *loops]
+        return around(self.kernel, self.shape.outer, run_loop(axis, run, block, lines), extra=1)
 
     def _columns_at_once(self, axis: Axis) -> int:
         """Vectors of results to compute at a time, so that each row gives up whole neighbouring cache lines:

@@ -65,8 +65,12 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     def reached_at_once(i: Index, a: Axis) -> bool:
         return ix.moves_by_one(i, a.var) if is_read(i) else walk(i, a.var, lanes) == Walk.TOGETHER
 
+    def accesses(a: Axis) -> int:
+        """Votes of each buffer by itself: operands alike are each turned, if they lie along another axis."""
+        return sum(2 if i in stores else 1 for i in found if ix.moves_by_one(i, a.var))
+
     if not inner:
-        best = max(outer, key=lambda a: (votes(a) * filled(a), outer.index(a)), default=None)
+        best = max(outer, key=lambda a: (accesses(a) * filled(a), outer.index(a)), default=None)
         rest = tuple(a for a in outer if a is not best)
         return Shape("pointwise", best, rest, ())
     best = min(outer, key=lambda a: (walked(a), -votes(a), -outer.index(a)), default=None)
@@ -150,13 +154,18 @@ def shared_vector_loop(axis: Axis, lines: list[str], lanes: int, fresh: Callable
     ]
 
 
-def block_loop(axis: Axis, block: str, lines: list[str], lanes: int) -> list[str]:
-    """Blocks of LANES points of an axis, `columns` of them in the last."""
+def block_loop(
+    axis: Axis, block: str, lines: list[str], lanes: int, run: tuple[str, str] | None = None
+) -> list[str]:
+    """Blocks of LANES points of an axis, `columns` of them in the last. run: from where to where, in place of
+    all."""
     n = _size(axis.size)
+    first, end = run or ("0", n)
     whole = isinstance(axis.size, int) and axis.size % lanes == 0
     count = "LANES" if whole else f"{n} - {block} < LANES ? {n} - {block} : LANES"
     columns = f"const{'expr' if whole else ''} int64_t columns = {count};"
-    return [f"for (int64_t {block} = 0; {block} < {n}; {block} += LANES) {{", *indent([columns, *lines]), "}"]
+    head = f"for (int64_t {block} = {first}; {block} < {end}; {block} += LANES) {{"
+    return [head, *indent([columns, *lines]), "}"]
 
 
 def runs(axes: tuple[Axis, ...], along: Axis, lanes: int) -> int | None:
@@ -170,11 +179,18 @@ def runs(axes: tuple[Axis, ...], along: Axis, lanes: int) -> int | None:
     return run if run < along.size else None
 
 
-def run_loop(along: Axis, run: int, block: str, lines: list[str]) -> list[str]:
-    """Runs of an axis, from `block` to `end` each."""
+def run_loop(along: Axis, run: int, first: str, lines: list[str]) -> list[str]:
+    """Runs of an axis, from `first` to what `run_end` says."""
     n = _size(along.size)
-    end = f"const int64_t end = {block} + {run} < {n} ? {block} + {run} : {n};"
-    return [f"for (int64_t {block} = 0; {block} < {n}; {block} += {run}) {{", *indent([end, *lines]), "}"]
+    return [f"for (int64_t {first} = 0; {first} < {n}; {first} += {run}) {{", *indent(lines), "}"]
+
+
+def run_end(along: Axis, run: int, first: str) -> str:
+    """Declares the `end` of a run: not by its head, as threads may share the next loop too."""
+    n = _size(along.size)
+    if isinstance(along.size, int) and along.size % run == 0:
+        return f"const int64_t end = {first} + {run};"
+    return f"const int64_t end = {first} + {run} < {n} ? {first} + {run} : {n};"
 
 
 def few(axes: tuple[Axis, ...], extent: Index = 1, step: int = 1) -> bool:

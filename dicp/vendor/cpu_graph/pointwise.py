@@ -1,5 +1,5 @@
-"""Kernels without reductions: each element by itself, a vector at a time, in tiles where an operand is
-transposed."""
+"""Kernels without reductions: each element by itself, a vector at a time, in tiles where an operand or a
+result is transposed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from dicp.vendor.cpu_graph.loops import (
     choose_shape,
     few,
     indent,
+    run_end,
+    run_loop,
     shared_vector_loop,
     vector_loop,
 )
-from dicp.vendor.cpu_graph.transposed_loads import (
-    TransposedLoads,
+from dicp.vendor.cpu_graph.transposed import (
+    Transposed,
     find_transposed,
     masks_transposed,
+    run_of_blocks,
+    stored_tile,
     tiles,
 )
 
@@ -53,7 +57,7 @@ class PointwiseWriter(KernelWriter):
         return next((ranges for ranges in found if len(ranges) > 1), [])
 
     @functools.cached_property
-    def transposed(self) -> TransposedLoads | None:
+    def transposed(self) -> Transposed | None:
         return find_transposed(self.kernel, self.shape, self.lanes)
 
     def _points(self) -> list[str]:
@@ -80,17 +84,28 @@ class PointwiseWriter(KernelWriter):
         self.stores(list(self.kernel.body), scope)
         return scope
 
-    def _tiled(self, transposed: TransposedLoads) -> list[str]:
+    def _tiled(self, transposed: Transposed) -> list[str]:
         along, across = self.shape.vector, transposed.axis.var
         assert along is not None
         block = self.writer.fresh("block")
         tile = Scope(lanes="lanes", provides=frozenset({along.var}))
         tiles(transposed, along, block, self.writer, tile)
+        after: list[str] = []
+        for s in transposed.stores:
+            declared, self.kept[id(s)], stored = stored_tile(s, transposed.axis, along, block, self.writer)
+            tile.lines.append(declared)
+            after.append(stored)
         column = Scope(tile, lanes="lanes", provides=frozenset({across}))
         self.stores(list(self.kernel.body), column)
         head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
-        step = vector_loop(
-            along, [*tile.lines, head, *indent(column.lines), "}"], self.lanes, self.writer.fresh
-        )
-        blocks = block_loop(transposed.axis, block, step, self.lanes)
-        return around(self.kernel, transposed.outer, blocks, extra=1)
+        inside = [*tile.lines, head, *indent(column.lines), "}", *after]
+        run = run_of_blocks(self.kernel, transposed, self.lanes)
+        if run is None:
+            step = vector_loop(along, inside, self.lanes, self.writer.fresh)
+            blocks = block_loop(transposed.axis, block, step, self.lanes)
+            return around(self.kernel, transposed.outer, blocks, extra=1)
+        axis, first = transposed.axis, self.writer.fresh("first")
+        of_run = block_loop(axis, block, inside, self.lanes, (first, "end"))
+        vectors = [run_end(axis, run, first), *of_run]
+        loop = run_loop(axis, run, first, shared_vector_loop(along, vectors, self.lanes, self.writer.fresh))
+        return around(self.kernel, transposed.outer, loop, extra=2)

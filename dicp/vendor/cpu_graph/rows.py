@@ -20,7 +20,7 @@ from dicp.vendor.cpu_graph.idioms import EXPENSIVE
 from dicp.vendor.cpu_graph.index_set_splitting import Range, split_rows
 from dicp.vendor.cpu_graph.kernel_writer import KernelWriter
 from dicp.vendor.cpu_graph.loops import Shape, around, block_loop, indent
-from dicp.vendor.cpu_graph.transposed_loads import TransposedRows, block_of_rows, find_transposed_rows
+from dicp.vendor.cpu_graph.transposed import Transposed, block_of_rows, find_transposed_rows
 
 MAX_SCRATCH = 8192  # elements of a row kept on the stack between phases
 
@@ -55,7 +55,7 @@ class RowsWriter(KernelWriter):
             self._row_phase(phase, outer, shared)
         return finish([*self.scratch, *outer.lines])
 
-    def _in_blocks(self, transposed: TransposedRows) -> Callable[[list[str]], list[str]]:
+    def _in_blocks(self, transposed: Transposed) -> Callable[[list[str]], list[str]]:
         """Has transposed operands read from the rows of a block, and transposed results stored to them; gives
         the loops around the lines of a row."""
         along, across, block = self.shape.inner[0], transposed.axis.var, self.writer.fresh("block")

@@ -16,7 +16,7 @@ from dicp.ir.expr import Expr
 from dicp.ir.index import Var
 from dicp.ir.kernel import Axis, Kernel, Param, Reduce, Store
 from dicp.vendor.cpu_graph.loops import choose_shape
-from dicp.vendor.cpu_graph.transposed_loads import TransposedRows, find_transposed_rows
+from dicp.vendor.cpu_graph.transposed import Transposed, find_transposed_rows
 
 Fn = Callable[..., Any]
 
@@ -81,7 +81,7 @@ def test_norms_of_transposed_operands(dtype: torch.dtype, columns: int) -> None:
     torch.testing.assert_close(got.double(), fn(x.double(), y.double()), **tolerance(dtype))
 
 
-def rows_of(value: Expr, buffer: str = "out", transposed: bool = False) -> TransposedRows | None:
+def rows_of(value: Expr, buffer: str = "out", transposed: bool = False) -> Transposed | None:
     """What lies transposed in a kernel that sums rows of x and adds the sum to them, with a value that may,
     or the store where `transposed`."""
     i, r = Var("i", 83), Var("r", 64)

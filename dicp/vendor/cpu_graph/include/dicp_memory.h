@@ -277,7 +277,19 @@ template <class T> struct TransposedTile {
     for (int i = 0; i < count(lanes); ++i)
       for (int k = 0; k < columns; ++k) tile[k * LANES + i] = p[i * stride + k];
   }
-  DICP_INLINE const T* column(int64_t k) const { return tile + k * LANES; }
+  DICP_INLINE T* column(int64_t k) { return tile + k * LANES; }
+  template <class N> DICP_INLINE void store(T* p, int64_t stride, N lanes, int64_t columns) const {
+    if constexpr (sizeof(T) <= 4 && same<N, Full>)
+      if (columns == LANES) {
+        isa::reg<raw<T>> row[LANES];
+        for (int i = 0; i < LANES; ++i) row[i] = isa::load_rows((const raw<T>*)tile + i * LANES);
+        isa::transpose(row);
+        for (int i = 0; i < LANES; ++i) isa::store_rows((raw<T>*)(p + i * stride), row[i]);
+        return;
+      }
+    for (int i = 0; i < count(lanes); ++i)
+      for (int k = 0; k < columns; ++k) p[i * stride + k] = tile[k * LANES + i];
+  }
 };
 
 // rows[k * n + j] = p[j * stride + k], of n columns of up to LANES rows

@@ -1,4 +1,4 @@
-"""Loads that lie transposed: along another axis than the one that a kernel writes along.
+"""Loads and stores that lie transposed: along another axis than the one of a kernel's vectors.
 
 A vector of such a load takes each element from a cache line of its own, and the lines are mostly gone when
 the next vector wants their next elements; where strides are powers of two they share one set of the cache.
@@ -6,6 +6,14 @@ So LANES vectors are loaded along the other axis, transposed in registers and ke
 include/dicp_memory.h, whose columns the kernel reads:
 
     for outer.. { for blocks of the other axis { for vectors { transpose; for the block { store } } } }
+
+Where all results lie transposed it is they that are kept and transposed, and blocks are walked first:
+
+    for outer.. { for runs of blocks { for vectors { for blocks of the run {
+        for the block { keep }; transpose } } } }
+
+A run is several cache lines of each result, which the processor fetches ahead; with all of a row at once the
+lines of the operands, which vectors share with their neighbours, would be gone before those are computed.
 
 A row that is reduced, and read or stored transposed besides (a norm whose result or operand is transposed),
 would be read and written an element to a cache line as well: LANES rows are kept on the stack, and transposed
@@ -21,7 +29,7 @@ Columns that are reduced, several vectors of them at a time, are read in tiles w
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dicp.ir import expr as ex
 from dicp.ir import index as ix
@@ -34,29 +42,41 @@ MAX_KEPT = 1 << 16
 """Bytes of the rows of a block, on the stack of a thread and in its cache."""
 
 
+RUN = 512
+"""Bytes of each transposed result that are computed in a row. Measured (docs/cpu_graph.md)."""
+
+
 @dataclass(frozen=True)
-class TransposedLoads:
-    """The axis along which the loads lie, the axes around the tiles, and the loads."""
+class Transposed:
+    """The axis along which loads and stores lie, the axes around its blocks, and those loads and stores."""
 
     axis: Axis
     outer: tuple[Axis, ...]
     loads: tuple[Expr, ...]
+    stores: tuple[Store, ...]
 
 
-def find_transposed(kernel: Kernel, shape: Shape, lanes: int) -> TransposedLoads | None:
-    """What a pointwise kernel had better read in tiles: nothing where an axis fills no vector, or blocks are
-    too few for all threads."""
+def find_transposed(kernel: Kernel, shape: Shape, lanes: int) -> Transposed | None:
+    """What a pointwise kernel had better read and store in tiles: nothing where an axis fills no vector, or
+    blocks are too few for all threads."""
     along = shape.vector
     if along is None or not _fills(along, lanes):
         return None
-    unmasked = dict.fromkeys(e for s in kernel.body for e in _unmasked(s.value) if e.op == "load")
-    found: list[TransposedLoads] = []
-    for axis in shape.outer:
-        loads = tuple(e for e in unmasked if _lies_transposed(e.args[1], along, axis))
-        outer = tuple(a for a in shape.outer if a is not axis)
-        if loads and _fills(axis, lanes) and not few(outer, axis.size, lanes):
-            found.append(TransposedLoads(axis, outer, loads))
-    return max(found, key=lambda t: len(t.loads), default=None)
+    found = _candidates(kernel, shape, along, lanes)
+    shared = (t for t in found if not few(t.outer, t.axis.size, lanes))
+    return max(shared, key=_accesses, default=None)
+
+
+def run_of_blocks(kernel: Kernel, transposed: Transposed, lanes: int) -> int | None:
+    """Points of a run where blocks are walked first; None where vectors are, as a result lies along them, or
+    where there would be but one run."""
+    stores = [s for s in kernel.body if isinstance(s, Store)]
+    if len(transposed.stores) < len(stores):
+        return None
+    sizes = {p.name: p.dtype.itemsize for p in kernel.params}
+    run = max(1, RUN // (lanes * max(sizes[s.buffer] for s in stores))) * lanes
+    size = transposed.axis.size
+    return None if isinstance(size, int) and size <= run else run
 
 
 def masks_transposed(kernel: Kernel, along: Axis, axis: Axis) -> bool:
@@ -66,44 +86,51 @@ def masks_transposed(kernel: Kernel, along: Axis, axis: Axis) -> bool:
     return any(_lies_transposed(e.args[1], along, axis) for e in masked)
 
 
-@dataclass(frozen=True)
-class TransposedRows:
-    """The axis along which some loads and stores of a row kernel lie, the axes around its blocks, and those
-    loads and stores."""
-
-    axis: Axis
-    outer: tuple[Axis, ...]
-    loads: tuple[Expr, ...]
-    stores: tuple[Store, ...]
-
-
-def find_transposed_rows(kernel: Kernel, shape: Shape, lanes: int) -> TransposedRows | None:
+def find_transposed_rows(kernel: Kernel, shape: Shape, lanes: int) -> Transposed | None:
     """What a row kernel had better read and store in blocks of rows: nothing where rows are not of a known
     size that a stack holds, or blocks too few for all threads."""
     along = shape.vector
     if shape.kind != "rows" or along is None or len(shape.inner) != 1 or not isinstance(along.size, int):
         return None
+    n = along.size
+    if n < lanes:
+        return None
     sizes = {p.name: p.dtype.itemsize for p in kernel.params}
-    read = {e.args[0] for s in kernel.body for e in expressions(s) if e.op == "load"}
     written = {s.buffer for s in kernel.body if isinstance(s, Store)}
+
+    def kept(t: Transposed) -> int:
+        buffers = (*(e.args[0] for e in t.loads), *(s.buffer for s in t.stores))
+        return lanes * n * sum(sizes[b] for b in buffers)
+
+    # what a phase writes, a later one may read
+    found = (
+        replace(t, loads=tuple(e for e in t.loads if e.args[0] not in written))
+        for t in _candidates(kernel, shape, along, lanes)
+    )
+    shared = (t for t in found if not few(t.outer, t.axis.size, lanes))
+    return max((t for t in shared if 0 < kept(t) <= MAX_KEPT), key=_accesses, default=None)
+
+
+def _candidates(kernel: Kernel, shape: Shape, along: Axis, lanes: int) -> Iterator[Transposed]:
+    """By each outer axis that fills blocks, what lies along it."""
     unmasked = dict.fromkeys(e for s in kernel.body for e in _unmasked(s.value) if e.op == "load")
-    found: list[TransposedRows] = []
+    read = {e.args[0] for s in kernel.body for e in expressions(s) if e.op == "load"}
+    # a store waits for its block: what is read meanwhile must not be of it
+    stores = [s for s in kernel.body if isinstance(s, Store) and s.mode == "set" and s.buffer not in read]
     for axis in shape.outer:
-        loads = tuple(
-            e for e in unmasked if e.args[0] not in written and _lies_transposed(e.args[1], along, axis)
-        )
-        stores = tuple(
-            s
-            for s in kernel.body
-            if isinstance(s, Store) and s.mode == "set" and s.buffer not in read
-            if _lies_transposed(s.index, along, axis) and not ix.may_be_empty(s.index)
-        )
         outer = tuple(a for a in shape.outer if a is not axis)
-        element = sum(sizes[name] for name in (*(e.args[0] for e in loads), *(s.buffer for s in stores)))
-        fits = along.size >= lanes and lanes * along.size * element <= MAX_KEPT
-        if element and fits and _fills(axis, lanes) and not few(outer, axis.size, lanes):
-            found.append(TransposedRows(axis, outer, loads, stores))
-    return max(found, key=lambda t: len(t.loads) + len(t.stores), default=None)
+        if not _fills(axis, lanes):
+            continue
+        lying = tuple(e for e in unmasked if _lies_transposed(e.args[1], along, axis))
+        stored = tuple(
+            s for s in stores if _lies_transposed(s.index, along, axis) and not ix.may_be_empty(s.index)
+        )
+        if lying or stored:
+            yield Transposed(axis, outer, lying, stored)
+
+
+def _accesses(t: Transposed) -> int:
+    return len(t.loads) + len(t.stores)
 
 
 def find_turned(
@@ -118,7 +145,7 @@ def find_turned(
     )
 
 
-def block_of_rows(buffer: str, i: ix.Index, transposed: TransposedRows, along: Axis, block: str) -> str:
+def block_of_rows(buffer: str, i: ix.Index, transposed: Transposed, along: Axis, block: str) -> str:
     """Where a block of rows lies transposed: its first element, and from one of a row to the next."""
     split = ix.coefficient(i, along.var)
     assert split is not None
@@ -152,14 +179,22 @@ def _unmasked(*roots: Expr) -> Iterator[Expr]:
         open_ += fresh
 
 
-def tiles(
-    transposed: TransposedLoads, along: Axis, block: str, writer: ExpressionWriter, scope: Scope
-) -> None:
-    """Declares the tiles of a block in `scope`, where a vector of `along` begins; `writer` then reads
+def tiles(transposed: Transposed, along: Axis, block: str, writer: ExpressionWriter, scope: Scope) -> None:
+    """Declares the tiles of a block's loads in `scope`, where a vector of `along` begins; `writer` then reads
     them."""
     for e in transposed.loads:
         declared, loaded = tile(e, transposed.axis, along, block, writer)
         scope.lines += [declared, loaded]
+
+
+def stored_tile(
+    s: Store, axis: Axis, along: Axis, block: str, writer: ExpressionWriter
+) -> tuple[str, str, str]:
+    """A tile's declaration, where in it a vector of `along` goes, and how it is stored."""
+    name = writer.fresh("tile")
+    there = _place(s.buffer, s.index, axis, along, block)
+    declared = f"TransposedTile<{STORAGE[writer.params[s.buffer]]}> {name};"
+    return declared, f"{name}.column({axis.var.name} - {block})", f"{name}.store({there}, lanes, columns);"
 
 
 def tile(
@@ -167,29 +202,35 @@ def tile(
 ) -> tuple[str, str]:
     """A tile's declaration, and how it is loaded where a block of `axis` begins; `writer` then reads `e` from
     it. Of several vectors of `along` there is one for each, in an array."""
-    buffer, i = e.args[0], e.args[1]
+    name, each = writer.fresh("tile"), "[u]" if vectors > 1 else ""
+    there = _place(e.args[0], e.args[1], axis, along, block)
+    column = f"{name}{each}.column({axis.var.name} - {block})"
+    writer.replaced[e] = lambda s: f"load({column}, lanes)"
+    array = f"[{vectors}]" if vectors > 1 else ""
+    declared = f"TransposedTile<{STORAGE[writer.params[e.args[0]]]}> {name}{array};"
+    return declared, f"{name}{each}.load({there}, lanes, columns);"
+
+
+def _place(buffer: str, i: ix.Index, axis: Axis, along: Axis, block: str) -> str:
+    """Where a tile lies: its first element, and from one of a vector to the next."""
     split = ix.coefficient(i, along.var)
     assert split is not None
-    name, each = writer.fresh("tile"), "[u]" if vectors > 1 else ""
     start, stride = (
         index_text(x, lambda a: block if a == axis.var else a.name)  # type: ignore[attr-defined]
         for x in (i, split[0])
     )
-    column = f"{name}{each}.column({axis.var.name} - {block})"
-    writer.replaced[e] = lambda s: f"load({column}, lanes)"
-    array = f"[{vectors}]" if vectors > 1 else ""
-    declared = f"TransposedTile<{STORAGE[writer.params[buffer]]}> {name}{array};"
-    return declared, f"{name}{each}.load({buffer} + {start}, {stride}, lanes, columns);"
+    return f"{buffer} + {start}, {stride}"
 
 
 __all__ = [
-    "TransposedLoads",
-    "TransposedRows",
+    "Transposed",
     "block_of_rows",
     "find_transposed",
     "find_transposed_rows",
     "find_turned",
     "masks_transposed",
+    "run_of_blocks",
+    "stored_tile",
     "tile",
     "tiles",
 ]
