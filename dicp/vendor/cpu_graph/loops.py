@@ -49,8 +49,8 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     every = list(dict.fromkeys(found))
     moving = [i for i in found if any(ix.depends(i, a.var) for a in inner)]
 
-    def votes(a: Axis) -> int:
-        return sum(2 if i in stores else 1 for i in every if ix.moves_by_one(i, a.var))
+    def votes(a: Axis, among: list[Index]) -> int:
+        return sum(2 if i in stores else 1 for i in among if ix.moves_by_one(i, a.var))
 
     def filled(a: Axis) -> float:
         return min(1.0, a.size / lanes) if isinstance(a.size, int) else 1.0
@@ -65,22 +65,19 @@ def choose_shape(kernel: Kernel, lanes: int) -> Shape:
     def reached_at_once(i: Index, a: Axis) -> bool:
         return ix.moves_by_one(i, a.var) if is_read(i) else walk(i, a.var, lanes) == Walk.TOGETHER
 
-    def accesses(a: Axis) -> int:
-        """Votes of each buffer by itself: operands alike are each turned, if they lie along another axis."""
-        return sum(2 if i in stores else 1 for i in found if ix.moves_by_one(i, a.var))
-
     if not inner:
-        best = max(outer, key=lambda a: (accesses(a) * filled(a), outer.index(a)), default=None)
+        # operands at equal positions count each: they would each be transposed
+        best = max(outer, key=lambda a: (votes(a, found) * filled(a), outer.index(a)), default=None)
         rest = tuple(a for a in outer if a is not best)
         return Shape("pointwise", best, rest, ())
-    best = min(outer, key=lambda a: (walked(a), -votes(a), -outer.index(a)), default=None)
+    best = min(outer, key=lambda a: (walked(a), -votes(a, every), -outer.index(a)), default=None)
     last = inner[-1]
     scalar_rows = last.serial or any(isinstance(s, Scan) for s in kernel.body)
     extent = ix.product(a.size for a in inner)
     short = isinstance(extent, int) and extent < 2 * lanes
     by_rows = any(ix.moves_by_one(i, last.var) for i in moving)
     better = best is not None and not scalar_rows and walked(best) < walked(last)
-    if best is not None and votes(best) > 0 and (not by_rows or short or better or last.serial):
+    if best is not None and votes(best, every) > 0 and (not by_rows or short or better or last.serial):
         return Shape("columns", best, tuple(a for a in outer if a is not best), inner)
     return Shape("rows", None if scalar_rows else last, outer, inner)
 

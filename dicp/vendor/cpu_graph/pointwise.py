@@ -25,7 +25,7 @@ from dicp.vendor.cpu_graph.transposed import (
     masks_transposed,
     run_of_blocks,
     stored_tile,
-    tiles,
+    tile,
 )
 
 
@@ -88,17 +88,18 @@ class PointwiseWriter(KernelWriter):
         along, across = self.shape.vector, transposed.axis.var
         assert along is not None
         block = self.writer.fresh("block")
-        tile = Scope(lanes="lanes", provides=frozenset({along.var}))
-        tiles(transposed, along, block, self.writer, tile)
+        points = Scope(lanes="lanes", provides=frozenset({along.var}))
         after: list[str] = []
+        for e in transposed.loads:
+            points.lines += tile(e, transposed.axis, along, block, self.writer)
         for s in transposed.stores:
             declared, self.kept[id(s)], stored = stored_tile(s, transposed.axis, along, block, self.writer)
-            tile.lines.append(declared)
+            points.lines.append(declared)
             after.append(stored)
-        column = Scope(tile, lanes="lanes", provides=frozenset({across}))
+        column = Scope(points, lanes="lanes", provides=frozenset({across}))
         self.stores(list(self.kernel.body), column)
         head = f"for (int64_t {across} = {block}; {across} < {block} + columns; ++{across}) {{"
-        inside = [*tile.lines, head, *indent(column.lines), "}", *after]
+        inside = [*points.lines, head, *indent(column.lines), "}", *after]
         run = run_of_blocks(self.kernel, transposed, self.lanes)
         if run is None:
             step = vector_loop(along, inside, self.lanes, self.writer.fresh)

@@ -35,7 +35,7 @@ from dicp.ir import expr as ex
 from dicp.ir import index as ix
 from dicp.ir.expr import Expr
 from dicp.ir.kernel import Axis, Kernel, Statement, Store, expressions
-from dicp.vendor.cpu_graph.expression import STORAGE, ExpressionWriter, Scope, index_text
+from dicp.vendor.cpu_graph.expression import STORAGE, ExpressionWriter, index_text
 from dicp.vendor.cpu_graph.loops import Shape, few
 
 MAX_KEPT = 1 << 16
@@ -179,14 +179,6 @@ def _unmasked(*roots: Expr) -> Iterator[Expr]:
         open_ += fresh
 
 
-def tiles(transposed: Transposed, along: Axis, block: str, writer: ExpressionWriter, scope: Scope) -> None:
-    """Declares the tiles of a block's loads in `scope`, where a vector of `along` begins; `writer` then reads
-    them."""
-    for e in transposed.loads:
-        declared, loaded = tile(e, transposed.axis, along, block, writer)
-        scope.lines += [declared, loaded]
-
-
 def stored_tile(
     s: Store, axis: Axis, along: Axis, block: str, writer: ExpressionWriter
 ) -> tuple[str, str, str]:
@@ -232,5 +224,4 @@ __all__ = [
     "run_of_blocks",
     "stored_tile",
     "tile",
-    "tiles",
 ]
